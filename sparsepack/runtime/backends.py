@@ -171,15 +171,14 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 sequences=8,
                 offloads=True,
                 tunes=("Q4_K", "Q6_P"),
-                mlps=(DENSE, NEURONS, EXPERTS),
+                mlps=(DENSE, NEURONS, PLAIN_NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 slots=True,
                 budgets=True,
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS)
-                - {QUERY_GROWTH, NEIGHBOURS, SINKS, BIASED_EXPERTS, DELTA_NETS, ATTENTION_GATES},
+                traits=frozenset(TRAITS) - {DELTA_NETS, ATTENTION_GATES},
             ),
             Backend(
                 "metal",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
+from sparsepack.formats.kinds import PLAIN_NEURONS
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, find_backend, most_sequences, traits_of
 from sparsepack.runtime.options import EngineOptions, usual_context
 
@@ -84,12 +85,17 @@ def not_by_neurons(packed: PackedModel) -> str:
     return "the model's MLPs are not stored by neurons; pack it with --format neuron-q4_k"
 
 
+PLAIN = "neurons without a gate are not divided between a GPU and the host yet; leave it out"
+
+
 def check_by_count(name: str) -> Callable[[PackedModel], None]:
     """What raises `UserError` for a model whose MLPs have no neurons that could have slots. name -- of the option"""
 
     def check(packed: PackedModel) -> None:
         if not packed.mlp_kind.by_count:
             raise UserError(f"{name}: {not_by_neurons(packed)}")
+        if packed.mlp_kind is PLAIN_NEURONS:
+            raise UserError(f"{name}: {PLAIN}")
 
     return check
 
@@ -98,6 +104,8 @@ def check_divides(packed: PackedModel) -> None:
     """Raise `UserError` for a model of which no part can lie in the host's memory."""
     if packed.architecture.experts is not None:
         raise UserError(f"vram: {not_by_neurons(packed)}")
+    if packed.mlp_kind is PLAIN_NEURONS:
+        raise UserError(f"vram: {PLAIN}")
     if packed.block != "Q4_K" and packed.plane_bits is None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 

@@ -33,6 +33,8 @@ class LayerAttention:
                       read all that they see
     table          -- the number of the rotary table by which it turns
     sinks          -- float32 [heads]: scores beside those of keys, for which nothing is added; None: there are none
+    gated          -- whether it has output gates. Caches of the cuda backend take them with what attn_in gives, others
+                      queries, keys and values alone
     """
 
     window: int = 0
@@ -41,6 +43,7 @@ class LayerAttention:
     channels: Tensor | None = None
     table: int = 0
     sinks: Tensor | None = None
+    gated: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,7 @@ def attention_shape(
             _to_device_of(heavy, cos),
             mixer.rope,
             _to_device_of(of_heads, cos),
+            mixer.gated,
         )
         for (mixer, heavy), (q, k), of_heads in zip(mixers, norms, sinks or (None,) * len(mixers), strict=True)
         if isinstance(mixer, Attention)

@@ -121,10 +121,10 @@ def moved(shape: AttentionShape, device: str) -> AttentionShape:
     def there(x: Tensor | None) -> Tensor | None:
         return None if x is None else x.to(device)
 
-    layers = tuple(
-        LayerAttention(it.window, there(it.q_norm), there(it.k_norm), there(it.channels)) for it in shape.layers
-    )
-    return replace(shape, cos=shape.cos.to(device), sin=shape.sin.to(device), layers=layers)
+    of_layer = ("q_norm", "k_norm", "channels", "sinks")
+    layers = tuple(replace(it, **{name: there(getattr(it, name)) for name in of_layer}) for it in shape.layers)
+    scale = there(shape.query_scale)
+    return replace(shape, cos=shape.cos.to(device), sin=shape.sin.to(device), layers=layers, query_scale=scale)
 
 
 def load_backend_module(name: str, type: str, isa: str | None) -> Iterator[Backend]:

@@ -73,7 +73,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "gpt_oss, wide, every head with keys of its own": {
         "model_type": "gpt_oss",
         "hidden_size": 320,
-        "intermediate_size": 320,
+        "intermediate_size": 300,
         "num_key_value_heads": 8,
         "num_local_experts": 3,
         "num_experts_per_tok": 1,

@@ -161,8 +161,17 @@ def test_a_backend_that_does_not_run_them_says_so() -> None:
     with pytest.raises(UserError, match="the toy backend does not run models by neurons; use backend reference or cpu"):
         check_features(toy, EngineOptions(), packed)
     packed, _ = models("without gates")
-    with pytest.raises(UserError, match="the cuda backend does not run models by neurons without a gate; use backend"):
-        check_features(find_backend("cuda"), EngineOptions(), packed)
+    toy = replace(toy, mlps=(DENSE, NEURONS))
+    with pytest.raises(UserError, match="the toy backend does not run models by neurons without a gate; use backend"):
+        check_features(toy, EngineOptions(), packed)
+
+
+@pytest.mark.parametrize("options", [{"cached": 0.5}, {"vram": "1GB"}])
+def test_neurons_without_gates_are_not_divided(options: dict[str, Any]) -> None:
+    packed, _ = models("without gates")
+    with pytest.raises(UserError, match="neurons without a gate are not divided between a GPU and the host") as told:
+        check_features(find_backend("cuda"), EngineOptions(**options), packed)
+    assert "\n" not in str(told.value)
 
 
 @every_backend

@@ -2,7 +2,7 @@
 of its name."""
 
 import torch
-from simulated_double_sparsity import rotated
+from simulated_double_sparsity import new_rows
 from simulated_launches import put_together
 from simulated_words import BUFFERS, assert_written, write
 from torch import Tensor
@@ -21,15 +21,12 @@ def attend(
     shape, layer, keys, values = parameters.shape, parameters.layer, parameters.keys, parameters.values
     attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
-        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        cos, sin = (of[n if parameters.rope_stride else 0, here] for of in parameters.table)
-        q = rotated(q, layer.q_norm, shape.eps, cos, sin)
-        k = rotated(k, layer.k_norm, shape.eps, cos, sin)
-        keys[n, :, here], values[n, :, here] = k[0], v[0]
+        q, keys[n, :, here], values[n, :, here], gates = new_rows(parameters, qkv, n, here)
         oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
-        attn_output[n] = reference_attention.attention(q.transpose(0, 1), *cached, seen, shape.scale, shape.cap)[0]
+        attended = reference_attention.attention(q, *cached, seen, shape.scale, shape.cap, layer.sinks)[0]
+        attn_output[n] = attended * gates
     write(out, attn_output)
 
 

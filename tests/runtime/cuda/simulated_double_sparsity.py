@@ -41,17 +41,14 @@ def attend_double_sparsity(
     policy = of.policy if min_context is None else replace(of.policy, min_context=min_context)
     shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
     for n, here in enumerate(positions.tolist()):
-        q, k, v = qkv[n].view(1, -1, shape.head_dim).split([shape.heads, shape.kv_heads, shape.kv_heads], dim=1)
-        cos, sin = (rows[n if of.dense.rope_stride else 0, here] for rows in of.dense.table)
-        q = rotated(q, layer.q_norm, shape.eps, cos, sin).transpose(0, 1)
-        keys[n, :, here] = rotated(k, layer.k_norm, shape.eps, cos, sin)[0]
-        values[n, :, here] = v[0]
+        q, keys[n, :, here], values[n, :, here], gates = new_rows(of.dense, qkv, n, here)
         label_append(of, here, 1, n)
         codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
         scores = double_sparsity.label_scores(double_sparsity.label_queries(q, of.channels), codes, scales)
         selected = double_sparsity.select_tokens(scores, here, policy, layer.window)
         cached = (x[n, :, : here + 1].float() for x in (keys, values))
-        out[n] = double_sparsity.attend_selected(q, *cached, selected, shape.scale, shape.cap)[0]
+        attended = double_sparsity.attend_selected(q, *cached, selected, shape.scale, shape.cap, layer.sinks)[0]
+        out[n] = attended * gates
 
 
 def attend_offloaded(
@@ -60,9 +57,7 @@ def attend_offloaded(
     attend_double_sparsity(of, qkv, positions, out)  # which appends, too
     shape, layer, keys, values = of.dense.shape, of.dense.layer, of.dense.keys, of.dense.values
     for n, here in enumerate(positions.tolist()):
-        q = qkv[n, : shape.heads * shape.head_dim].view(1, -1, shape.head_dim)
-        cos, sin = (rows[n if of.dense.rope_stride else 0, here] for rows in of.dense.table)
-        q = rotated(q, layer.q_norm, shape.eps, cos, sin).transpose(0, 1)
+        q, _, _, gates = new_rows(of.dense, qkv, n, here)
         codes, scales = of.codes[n, :, : here + 1], of.scales[n, :, : here + 1]
         scores = double_sparsity.label_scores(double_sparsity.label_queries(q, of.channels), codes, scales)
         selected = double_sparsity.select_tokens(scores, here, of.policy, layer.window)
@@ -76,9 +71,25 @@ def attend_offloaded(
         listed = slots.listed[n, :, : slots.counts[n, 0]].long()
         cached = (x[n][heads, listed].float() for x in (slots.keys, slots.values))
         everything = torch.ones(len(selected), 1, listed.shape[1], dtype=torch.bool, device=listed.device)
-        out[n] = double_sparsity.attend_selected(q, *cached, everything, shape.scale, shape.cap)[0]
+        attended = double_sparsity.attend_selected(q, *cached, everything, shape.scale, shape.cap, layer.sinks)[0]
+        out[n] = attended * gates
 
 
-def rotated(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+def rotated(x: Tensor, norm: Tensor | None, eps: float, cos: Tensor, sin: Tensor, neighbours: bool = False) -> Tensor:
     """Queries or keys [.., head_dim], normed where their layer norms them."""
-    return reference_attention.rotate(x if norm is None else reference.rms_norm(x, norm, eps), cos, sin)
+    return reference_attention.rotate(x if norm is None else reference.rms_norm(x, norm, eps), cos, sin, neighbours)
+
+
+def new_rows(of: AttentionParameters, qkv: Tensor, n: int, here: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q [heads, 1, head_dim], k and v [kv_heads, head_dim] of a sequence's new position, normed and rotated, and what
+    its result is multiplied by."""
+    shape, layer = of.shape, of.layer
+    cos, sin = (rows[n if of.rope_stride else 0, here] for rows in of.table)
+    queries, keys, v = (
+        qkv[n].view(-1, shape.head_dim).split([(1 + layer.gated) * shape.heads, shape.kv_heads, shape.kv_heads])
+    )
+    q, gates = queries.view(shape.heads, -1, shape.head_dim).split([1, int(layer.gated)], dim=1)
+    q = rotated(q, layer.q_norm, shape.eps, cos, sin, shape.neighbours)
+    q = q if shape.query_scale is None else q * shape.query_scale[here]
+    k = rotated(keys, layer.k_norm, shape.eps, cos, sin, shape.neighbours)
+    return q, k, v, gates.flatten().sigmoid() if layer.gated else torch.ones(())

@@ -60,13 +60,14 @@ def expert_blocks(experts: Experts, texts: int = 1) -> int:
     return zigzag_products.blocks(experts.expert(0)) * experts.together.of_token
 
 
-def route(router: Tensor, input: Input, logits: Tensor) -> None:
+def route(router: Tensor, input: Input, logits: Tensor, bias: Tensor | None = None) -> None:
     if input.flag_in_data:
         assert_written(input.x)
         assert_written(input.squares)
     x = input.x.view(-1, router.shape[1])
     torch.testing.assert_close(input.squares.view(len(x), -1).sum(1), x.square().sum(1))
-    write(logits, (reference.rms_norm(x, input.norm, input.eps) @ router.t()).view_as(logits))
+    products = reference.rms_norm(x, input.norm, input.eps) @ router.t()
+    write(logits, (products if bias is None else products + bias).view_as(logits))
 
 
 def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: Tensor) -> None:
@@ -79,7 +80,7 @@ def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: 
             of_text = replace(output, y=output.y[text], residual=residual, squares=squares)
             multiply_experts(experts, of, of_text, logits=row)
         return
-    assert output.bias is None
+    assert output.bias is None or output.bias.shape == (together.stored, experts.all.rows)
     if input.flag_in_data:
         assert_written(logits)
     assert len(logits) == together.logits
@@ -94,7 +95,8 @@ def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: 
     rows = experts.all.rows // (1 if output.activation is None else 2)
     made = torch.zeros(together.of_token, rows)
     for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
-        of_one = Output(of, activation=output.activation, active=output.active)
+        bias = None if output.bias is None else output.bias[number]
+        of_one = Output(of, bias, activation=output.activation, active=output.active)
         threshold = input.threshold
         if together.added and threshold is not None and threshold.dim() == 3:
             threshold = threshold[number]

@@ -7,7 +7,7 @@ from typing import Any
 import simulated_neurons
 import torch
 from simulated_double_sparsity import rotated
-from simulated_products import ACTIVATIONS, gated
+from simulated_products import gated, gated_by
 from torch import Tensor
 
 from sparsepack.runtime.reference import products as reference
@@ -42,19 +42,22 @@ def _gate_rows(defines: Any, grid: Any, gate: Tensor, *rest: Any) -> None:
     assert (gate_pitch, up_pitch) == (gate.stride(0), up.stride(0))
     gate = put_together(gate, product_factor, gate_inverse, gate_bias)
     up = put_together(up, product_factor, up_inverse, up_bias)
-    _leave(ACTIVATIONS[int(defines["ACTIVATION"])](gate) * up, half, factor)
+    _leave(gated_by(int(defines["ACTIVATION"]), gate, up), half, factor)
 
 
 def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
-    factor, inverse, bias, q_norm, k_norm, eps, cos, sin, first, context, heads, kv_heads, q, keys, values = rest
+    factor, inverse, bias, q_norm, k_norm, eps, cos, sin, growth, *more = rest
+    first, context, heads, kv_heads, q, keys, values = more
+    gated, neighbours = (int(defines[name]) for name in ("OUTPUT_GATES", "NEIGHBOURS"))
     assert grid == (len(q), -(-(heads + 2 * kv_heads) // 8))
     assert (keys.shape[1], int(defines["HEAD_DIM"])) == (context, keys.shape[2])
     assert int(defines["ROTARY_DIM"]) == 2 * cos.shape[1]
     here = slice(first, first + len(q))
     rows = put_together(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
-    queries, k, v = (x.transpose(0, 1) for x in rows.split([heads, kv_heads, kv_heads], dim=1))
-    q.copy_(rotated(queries, q_norm, eps, cos[here], sin[here]).transpose(0, 1))
-    keys[:, here], values[:, here] = rotated(k, k_norm, eps, cos[here], sin[here]), v
+    queries, k, v = (x.transpose(0, 1) for x in rows.split([(1 + gated) * heads, kv_heads, kv_heads], dim=1))
+    turned = rotated(queries[:: 1 + gated], q_norm, eps, cos[here], sin[here], neighbours > 0)
+    q.copy_((turned if growth is None else turned * growth[here, None]).transpose(0, 1))
+    keys[:, here], values[:, here] = rotated(k, k_norm, eps, cos[here], sin[here], neighbours > 0), v
 
 
 def _zigzag_batch(

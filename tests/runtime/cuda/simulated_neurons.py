@@ -108,8 +108,11 @@ def neuron_ffn(
     resident, count = counts[:2].tolist()
     memories = [slots[index[:resident].long()]]
     memories += [] if host is None else [host[index[resident:count].long()]]
-    up, down = decoded(torch.cat(memories))
-    inner = gates[:, :count] * (x @ up.t())
+    if macros["PLAIN"]:
+        down, inner = superblocks(torch.cat(memories).unflatten(1, (-1, BLOCK_BYTES))).flatten(1), gates[:, :count]
+    else:
+        up, down = decoded(torch.cat(memories))
+        inner = gates[:, :count] * (x @ up.t())
     for block in range(min(grid[0], count)):
         partial[block] = inner[:, block :: grid[0]] @ down[block :: grid[0]]
 

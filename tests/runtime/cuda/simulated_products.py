@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.architecture import clamped_swiglu, soft_capped
 from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, DividedPlace
 from sparsepack.runtime.cuda.products import zigzag
@@ -167,7 +167,11 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
 
 def gated(activation: int, x: Tensor, plain: bool = False) -> Tensor:
     gate, up = (x, x) if plain else x.chunk(2, dim=-1)
-    return ACTIVATIONS[activation](gate) * up
+    return gated_by(activation, gate, up)
+
+
+def gated_by(activation: int, gate: Tensor, up: Tensor) -> Tensor:
+    return clamped_swiglu(gate, up) if activation == len(ACTIVATIONS) else ACTIVATIONS[activation](gate) * up
 
 
 def scaled(input: Input) -> Tensor:

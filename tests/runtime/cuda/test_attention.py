@@ -87,18 +87,24 @@ class Step:
     scale: float = 0.0
     cap: float = 0.0
     own_table: tuple[Tensor, Tensor] | None = None
+    sinks: Tensor | None = None
+    growth: Tensor | None = None
+    neighbours: bool = False
+    gated: bool = False
 
     def run(self, splits: int | None = None, positions: Tensor | None = None, **options: Any) -> Tensor:
         """The result; the keys and values of the new positions are cached."""
         if positions is None:
             positions = torch.tensor(self.last, dtype=torch.int32, device=self.qkv.device)
         out = torch.full((len(self.last), self.shape.heads * self.shape.head_dim), torch.nan, device=self.qkv.device)
-        layer = LayerAttention(self.window, self.q_norm, self.k_norm)
+        layer = LayerAttention(self.window, self.q_norm, self.k_norm, sinks=self.sinks, gated=self.gated)
         tables = (self.cos, self.sin)
         shape = AttentionShape(
             *(self.shape.heads, KV_HEADS, self.shape.head_dim, EPS, *tables, (layer,), len(self.last)),
             scale=self.scale,
             cap=self.cap,
+            query_scale=self.growth,
+            neighbours=self.neighbours,
         )
         parameters = AttentionParameters(shape, layer, self.keys, self.values, self.own_table)
         attend(parameters, self.qkv, positions, out, splits=splits, **options)
@@ -106,15 +112,17 @@ class Step:
 
     def rotated(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a sequence's new position, normed and rotated: float64 [heads, 1, head_dim]."""
-        sizes = [heads * self.shape.head_dim for heads in (self.shape.heads, KV_HEADS, KV_HEADS)]
-        q, k, v = (row.view(-1, 1, self.shape.head_dim) for row in self.qkv[b].double().split(sizes))
+        rows = self.qkv[b].double().view(-1, 1, self.shape.head_dim)
+        queries, k, v = rows.split([(1 + self.gated) * self.shape.heads, KV_HEADS, KV_HEADS])
+        q = queries[:: 1 + self.gated]
         if self.q_norm is not None and self.k_norm is not None:
             q = reference.rms_norm(q, self.q_norm.double(), EPS)
             k = reference.rms_norm(k, self.k_norm.double(), EPS)
         here = slice(self.last[b], self.last[b] + 1)
         table = (self.cos, self.sin) if self.own_table is None else (of[b] for of in self.own_table)
         cos, sin = (of[here].double() for of in table)
-        return reference_attention.rotate(q, cos, sin), reference_attention.rotate(k, cos, sin), v
+        q, k = (reference_attention.rotate(x, cos, sin, self.neighbours) for x in (q, k))
+        return q if self.growth is None else q * self.growth[self.last[b]], k, v
 
     def expected(self) -> Tensor:
         """The result by the reference, from what is cached after `run`: float64 [B, heads * head_dim]."""
@@ -124,7 +132,12 @@ class Step:
             keys, values = (cached[b, :, oldest : last + 1].double() for cached in (self.keys, self.values))
             seen = reference_attention.visible(last, 1, oldest, self.window, self.qkv.device)
             q, _, _ = self.rotated(b)
-            rows.append(reference_attention.attention(q, keys, values, seen, self.scale, self.cap))
+            sinks = None if self.sinks is None else self.sinks.double()
+            row = reference_attention.attention(q, keys, values, seen, self.scale, self.cap, sinks)
+            if self.gated:
+                gates = self.qkv[b].double().view(-1, self.shape.head_dim)[1 : 2 * self.shape.heads : 2]
+                row = row * gates.sigmoid().view(1, -1)
+            rows.append(row)
         return torch.cat(rows)
 
 
@@ -150,7 +163,7 @@ def step(
     """
     bits = torch.Generator(device).manual_seed(max(last))
     context = max(last) + 1 + max(last) % 3
-    width = (shape.heads + 2 * KV_HEADS) * shape.head_dim
+    width = ((1 + more.get("gated", False)) * shape.heads + 2 * KV_HEADS) * shape.head_dim
     qkv = size * torch.randn(len(last), width, generator=bits, device=device)
     keys, values = (cached[: len(last), :, :context].clone() for cached in random_cache(shape, device))
     for b, p in enumerate(last):
@@ -218,6 +231,51 @@ def test_scores_have_a_scale_of_their_own_and_a_soft_cap(
         for window in WINDOWS:
             case = step(shape, last, device, window, scale=scale, cap=cap)
             assert_close_to_reference(case, case.run(), 5e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[3], SHAPES[6], SHAPES[9], *UNUSUAL], ids=name)
+def test_neighbours_turn(shape: Shape, splits: int, device: torch.device) -> None:
+    for turned in {2, max(2, shape.head_dim // 4 * 2), shape.head_dim}:
+        for last in ([300, 0, 64], [LONGEST - 1]):
+            case = step(shape, last, device, turned=turned, neighbours=True)
+            assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("shape", [*SHAPES[3:8], *UNUSUAL], ids=name)
+def test_sinks_take_a_share(shape: Shape, splits: int, device: torch.device) -> None:
+    for last in ([300, 0, 64], [LONGEST - 1]):
+        for window in WINDOWS:
+            sinks = (
+                torch.randn(shape.heads, device=device)
+                * torch.tensor([1.0, 30.0], device=device).repeat(shape.heads)[: shape.heads]
+            )
+            case = step(shape, last, device, window, sinks=sinks)
+            assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("flag_in_data", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[2], SHAPES[8], *UNUSUAL], ids=name)
+def test_gates_stand_behind_the_queries_of_each_head(
+    shape: Shape, flag_in_data: bool, splits: int, device: torch.device
+) -> None:
+    for last in ([300, 0, 64], [LONGEST - 1]):
+        case = step(shape, last, device, window=last[0] % 2 * 100, gated=True, turned=max(2, shape.head_dim // 8 * 2))
+        assert_close_to_reference(case, case.run(splits, flag_in_data=flag_in_data))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", [SHAPES[3], SHAPES[8]], ids=name)
+def test_later_queries_are_scaled(shape: Shape, device: torch.device) -> None:
+    for last in ([300, 0, 64], [LONGEST - 1]):
+        growth = 1 + torch.linspace(0, 2, max(last) + 1 + max(last) % 3, device=device)
+        case = step(shape, last, device, growth=growth)
+        assert_close_to_reference(case, case.run(), 3e-5)
 
 
 @pytest.mark.gpu

@@ -59,15 +59,14 @@ def test_steps_compute_what_the_reference_computes(variant: str) -> None:
     engine, reference = decoder(packed), Engine(packed, backend="reference")
     assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     counts = {
-        key: share * engine.stepped * packed.layers[key[0]].sites[key[1]].matrix.columns
-        for key, share in reference.activity().items()
+        key: share * engine.stepped * packed.layers[key[0]].units[key[1]] for key, share in reference.activity().items()
     }
     assert engine.active() == pytest.approx(counts)
     engine.reset()
     reference.dense = True
     assert largest_difference(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
     shares = {key: count / engine.stepped for key, count in engine.active().items()}
-    assert shares == {(n, s): site.matrix.columns for n, x in enumerate(packed.layers) for s, site in x.sites.items()}
+    assert shares == {(n, name): count for n, x in enumerate(packed.layers) for name, count in x.units.items()}
 
 
 @each_value({"variant": VARIANTS, "chunk": [2048, 4]})

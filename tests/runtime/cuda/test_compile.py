@@ -40,7 +40,8 @@ VARIANTS = {
         (),
         *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3", "NORMED=1") for rounds in (1, 5)),
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
-        ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96"),
+        ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96", "NEIGHBOURS=1", "OUTPUT_GATES=1"),
+        ("ACTIVATION=5",),
     ],
     "attention": [
         (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"FLAG_IN_DATA={flag_in_data}")
@@ -52,7 +53,11 @@ VARIANTS = {
         )
     ]
     + [("HEAD_DIM=130", "GQA_RATIO=15", "KV=3", f"STAGES={stages}") for stages in (2, 3)]
-    + [("HEAD_DIM=128", "GQA_RATIO=3", "ROTARY_DIM=96"), ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1")],
+    + [
+        ("HEAD_DIM=128", "GQA_RATIO=3", "ROTARY_DIM=96", "NEIGHBOURS=1"),
+        ("HEAD_DIM=256", "GQA_RATIO=8", "ROTARY_DIM=64", "OUTPUT_GATES=1", "FLAG_IN_DATA=1"),
+        ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1"),
+    ],
     "double_sparsity": [
         (
             *(f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", "STAGES=3"),
@@ -91,7 +96,8 @@ VARIANTS = {
             (2, 17, 2, 1, 4, 4),
             (3, 1, 1, 16, 64, 8),
         )
-    ],
+    ]
+    + [("INPUTS=1", "GROUPS=10", "ROUNDS=1", "SLICES=3", "SLOTS=34", "BATCH=15", "PARTS=2", "PLAIN=1")],
     "neuron_score": [(f"INPUTS={texts}",) for texts in (1, 3, 4)],
     "neuron_keep": [(f"INPUTS={texts}",) for texts in (1, 8)],
     "neuron_gates": [

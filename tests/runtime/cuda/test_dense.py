@@ -7,6 +7,7 @@ from pairwise import pairwise
 from torch import Tensor
 
 from sparsepack.formats.matrix import decode_matrix
+from sparsepack.models.blocks import CLAMPED_SWIGLU
 from sparsepack.runtime.cuda.attention import attention
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters, prefill_attention
 from sparsepack.runtime.cuda.products import zigzag
@@ -27,7 +28,8 @@ from sparsepack.runtime.reference import products as reference
 
 on_gpu = pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.gpu)])
 anywhere = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-ACTIVATIONS = list(reference.ACTIVATION_FUNCTIONS.values())
+ACTIVATIONS = [*reference.ACTIVATION_FUNCTIONS, CLAMPED_SWIGLU]
+"""In the order of their numbers."""
 EPS = 1e-5
 WIDTHS = [1, 63, 64, 172, 513, 2048, 4095, 14336]
 
@@ -104,14 +106,15 @@ def test_what_is_added_may_be_normed_first(device: str, width: int, norm: bool, 
 
 @on_gpu
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("activation", range(4))
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("width", [1, 172, 513, 14336])
-def test_gate_and_up_become_one(device: str, width: int, activation: int, bias: bool) -> None:
+def test_gate_and_up_become_one(device: str, width: int, activation: str, bias: bool) -> None:
     stacked = product_of(6, 2 * width, bias, device)
     gate, up = put_together(stacked).chunk(2, dim=1)
-    expected = ACTIVATIONS[activation](gate) * up
+    expected = reference.gated(activation, gate, up)
     expected[expected.abs() < 1e-30] = 0
-    scaled = gated(stacked.part(0, width), stacked.part(width, width), activation)
+    number = ACTIVATIONS.index(activation)
+    scaled = gated(stacked.part(0, width), stacked.part(width, width), number)
     rows = expected.abs().amax(1) > 0
     assert_is(ScaledFp16(scaled.values[rows.to(device)], scaled.factor[rows.to(device)]), expected[rows])
 
@@ -157,27 +160,34 @@ def test_products_come_within_the_rounding_of_float16(
 @on_gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("normed", [False, True])
+@pytest.mark.parametrize("others", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "head_dim", "turned"),
     [(4, 2, 64, 64), (3, 3, 24, 24), (7, 1, 8, 6), (2, 1, 256, 256), (1, 1, 2, 2), (3, 1, 128, 96), (2, 2, 96, 2)],
 )
 def test_heads_are_rotated_and_appended(
-    device: str, heads: int, kv_heads: int, head_dim: int, turned: int, normed: bool, dtype: torch.dtype
+    device: str, heads: int, kv_heads: int, head_dim: int, turned: int, normed: bool, dtype: torch.dtype, others: bool
 ) -> None:
+    """others: neighbours turn, gates stand behind queries, and these grow."""
     first, context, rows = 4, 19, 9
-    qkv = product_of(rows, (heads + 2 * kv_heads) * head_dim, normed, device)
+    qkv = product_of(rows, ((1 + others) * heads + 2 * kv_heads) * head_dim, normed, device)
     keys, values = (torch.full((2, kv_heads, context, head_dim), 7.0, dtype=dtype, device=device) for _ in range(2))
     cos, sin = reference_attention.rotary_table(normal(turned // 2, seed=3), 1.3, context)
     norms = [1 + 0.1 * normal(head_dim, seed=n) for n in (4, 5)] if normed else [None, None]
-    layer = LayerAttention(0, *(None if norm is None else norm.to(device) for norm in norms))
-    shape = AttentionShape(heads, kv_heads, head_dim, EPS, cos.to(device), sin.to(device), (layer,), 2)
+    layer = LayerAttention(0, *(None if norm is None else norm.to(device) for norm in norms), gated=others)
+    growth = torch.linspace(1, 2, context)
+    more = {"neighbours": True, "query_scale": growth.to(device)} if others else {}
+    shape = AttentionShape(heads, kv_heads, head_dim, EPS, cos.to(device), sin.to(device), (layer,), 2, **more)
     q = split_heads(AttentionParameters(shape, layer, keys, values), qkv, first, sequence=1)
     here = slice(first, first + rows)
-    parts = put_together(qkv).float().view(rows, -1, head_dim).transpose(0, 1).split([heads, kv_heads, kv_heads])
+    of_heads = put_together(qkv).float().view(rows, -1, head_dim).transpose(0, 1)
+    queries, *rest = of_heads.split([(1 + others) * heads, kv_heads, kv_heads])
+    parts = [queries[:: 1 + others], *rest]
     rotated = []
     for part, norm in zip(parts, norms, strict=False):
         x = part if norm is None else reference.rms_norm(part, norm, EPS)
-        rotated.append(reference_attention.rotate(x, cos[here], sin[here]))
+        rotated.append(reference_attention.rotate(x, cos[here], sin[here], others))
+    rotated[0] = rotated[0] * growth[here, None] if others else rotated[0]
     expected = [rotated[0].transpose(0, 1), rotated[1], parts[2]]
     for found, wanted in zip((q, keys[1, :, here], values[1, :, here]), expected, strict=True):
         bound = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 1e-5}[dtype]
@@ -196,6 +206,7 @@ def test_heads_are_rotated_and_appended(
         "heads, kv_heads": [(4, 4), (6, 2), (3, 1)],
         "first, length": [(0, 1), (0, 20), (13, 1), (13, 11)],
         "scale, cap": [(0.0, 0.0), (0.3, 0.0), (0.1, 0.5)],
+        "sunk": [False, True],
     }
 )
 def test_attention_sees_what_its_positions_may_see(
@@ -208,8 +219,11 @@ def test_attention_sees_what_its_positions_may_see(
     dtype: torch.dtype,
     scale: float,
     cap: float,
+    sunk: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if sunk and device == "cpu" and dtype != torch.float32:
+        pytest.skip("torch's kernel that gives the sums of weights is one of GPUs")
     monkeypatch.setattr(attention, "MOST_SCORES", 5 * heads * 24)
     q = normal(length, heads, 32).to(dtype)
     keys, values = (normal(kv_heads, 40, 32, seed=n).to(dtype) for n in (1, 2))
@@ -217,14 +231,19 @@ def test_attention_sees_what_its_positions_may_see(
     for cached in (keys, values):
         cached[:, first + length :] = 1e4
     oldest = max(0, first + 1 - window) if window else 0
+    sinks = torch.linspace(-2, 5, heads) if sunk else None
     expected = reference_attention.attention(
         q.float().transpose(0, 1),
         *(cached[:, oldest : first + length].float() for cached in (keys, values)),
         reference_attention.visible(first, length, oldest, window),
         scale,
         cap,
+        sinks,
     )
-    found = prefill_attention(q.to(device), keys.to(device), values.to(device), first, window, scale=scale, cap=cap)
+    of_heads = None if sinks is None else sinks.to(device)
+    found = prefill_attention(
+        q.to(device), keys.to(device), values.to(device), first, window, scale=scale, cap=cap, sinks=of_heads
+    )
     assert found.dtype == torch.float32
     bound = {torch.bfloat16: 0.03, torch.float16: 4e-3, torch.float32: 1e-5}[dtype]
     assert (found.cpu() - expected).abs().max() < bound

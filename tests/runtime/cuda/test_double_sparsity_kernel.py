@@ -29,16 +29,27 @@ class Both:
         self.shape, self.random = shape, torch.Generator().manual_seed(7)
         self.ours = CudaDoubleSparsityKvCache(moved(shape, "cuda"), type, torch.device("cuda"))
         self.oracle = reference.DoubleSparsityKvCache(shape, type, "cpu")
+        self.gated = shape.layers[0].gated
 
     def rows(self, count: int) -> Tensor:
         width = (self.shape.heads + 2 * self.shape.kv_heads) * self.shape.head_dim
         return torch.randn(count, width, generator=self.random)
 
+    def with_gates(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that our cache takes, and what its results are multiplied by."""
+        if not self.gated:
+            return rows, torch.ones(())
+        queries = self.shape.heads * self.shape.head_dim
+        gates = torch.randn(len(rows), self.shape.heads, self.shape.head_dim, generator=self.random)
+        of_heads = rows[:, :queries].view(gates.shape)
+        both = torch.stack([of_heads, gates], 2).flatten(1)
+        return torch.cat([both, rows[:, queries:]], 1), gates.sigmoid().flatten(1)
+
     def prefill(self, count: int, sequence: int = 0) -> None:
         """The same keys and values in both, without what the order of sums changes."""
         rows = self.rows(count)
         self.oracle.append(0, rows, sequence)
-        self.ours.append(0, as_product(rows.cuda()), sequence)
+        self.ours.append(0, as_product(self.with_gates(rows)[0].cuda()), sequence)
         first = self.oracle.lengths[sequence]
         new = slice(first, first + count)
         of = self.ours._double_sparsity[0]
@@ -52,6 +63,8 @@ class Both:
     def step(self, cluster: int | None = None) -> tuple[Tensor, Tensor]:
         rows = self.rows(self.shape.sequences)
         expected = stepped(self.oracle, 0, rows, True)
+        rows, gates = self.with_gates(rows)
+        expected = expected * gates
         if cluster is None:
             found = stepped(self.ours, 0, rows.cuda(), True)
         else:
@@ -98,6 +111,24 @@ def test_steps_are_those_of_the_oracle(
             found, expected = both.step(cluster)
             assert (found - expected).abs().max() <= TYPES[type]
     assert both.labels_agree()
+
+
+@pytest.mark.parametrize("cluster", clusters())
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 2, 64), (7, 1, 16), (4, 4, 128)])
+@pytest.mark.parametrize("what", ["neighbours", "sinks", "gates", "growing queries"])
+def test_steps_compute_what_families_have_of_their_own(
+    what: str, heads: int, kv_heads: int, head_dim: int, cluster: int
+) -> None:
+    shape = shape_of(heads, kv_heads, head_dim, 600, turned=True)
+    (layer,) = shape.layers
+    of_layer = {"sinks": {"sinks": torch.linspace(-3, 3, heads)}, "gates": {"gated": True}}.get(what, {})
+    of_shape = {"neighbours": {"neighbours": True}, "growing queries": {"query_scale": torch.linspace(1, 2, 600)}}
+    both = Both(replace(shape, layers=(replace(layer, **of_layer),), **of_shape.get(what, {})))
+    for length in (1, 57, 500):
+        both.prefill(length)
+        for _ in range(3):
+            found, expected = both.step(cluster)
+            assert (found - expected).abs().max() <= 2e-5
 
 
 @pytest.mark.parametrize("cluster", clusters())

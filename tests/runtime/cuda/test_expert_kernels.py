@@ -11,7 +11,9 @@ from zigzag_cases import LIMIT, PLANES_LIMIT, assert_close, normal, random_matri
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
+from sparsepack.models.blocks import CLAMPED_SWIGLU
 from sparsepack.models.sites import levels_read
+from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.experts import (
     CudaExperts,
@@ -25,8 +27,8 @@ from sparsepack.runtime.cuda.products.experts import (
 from sparsepack.runtime.cuda.products.gemm_fp16 import new_products
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output
+from sparsepack.runtime.reference.products import gated, with_shared
 from sparsepack.runtime.reference.products import route as reference_route
-from sparsepack.runtime.reference.products import with_shared
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("workspace_is_reset")]
 EXPERTS = [
@@ -69,17 +71,19 @@ def chosen_of(logits: Tensor, used: int, normalised: bool, shared: int) -> tuple
     return chosen[0], weights[0]
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("texts", [1, 3])
 @pytest.mark.parametrize(("count", "hidden"), [(8, 64), (128, 2048), (3, 9001), (70, 300)])
-def test_logits_of_a_router(count: int, hidden: int, texts: int) -> None:
+def test_logits_of_a_router(count: int, hidden: int, texts: int, biased: bool) -> None:
     router, norm, x = normal(count, hidden), normal(hidden, seed=1), normal(texts, hidden, seed=2)
     squares = torch.stack([part.square().sum(1) for part in x.tensor_split(7, 1)], 1).contiguous()
     logits = torch.full((texts, count), float("nan"), device="cuda")
-    route(router, Input(x, norm=norm, eps=1e-5, squares=squares), logits)
+    bias = normal(count, seed=3) if biased else None
+    route(router, Input(x, norm=norm, eps=1e-5, squares=squares), logits, bias)
     normed = x.double() * torch.rsqrt(x.double().square().mean(1, keepdim=True) + 1e-5) * norm.double()
-    assert_close(logits, normed @ router.double().t(), 3e-6)
+    assert_close(logits, normed @ router.double().t() + (0 if bias is None else bias.double()), 3e-6)
     first = logits.clone()
-    route(router, Input(x, norm=norm, eps=1e-5, squares=squares), logits)
+    route(router, Input(x, norm=norm, eps=1e-5, squares=squares), logits, bias)
     assert torch.equal(first, logits)
 
 
@@ -98,12 +102,15 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
     units, error = (BLOCKS[block].bytes, PLANES_LIMIT) if BLOCKS[block].levels else (1, LIMIT)
     logits = normal(count + bool(shared), seed=2)
     chosen, weight = chosen_of(logits, used, normalised, shared)
-    for threshold in (None, limit):
+    of_in, of_mid = normal(count + shared, 2 * width, seed=5), normal(count + shared, hidden, seed=6)
+    for threshold, biased in ((None, False), (None, True), (limit, False), (limit, True)):
+        bias, bias_mid = (of_in, of_mid) if biased else (None, None)
         active = torch.zeros((), dtype=torch.int64, device="cuda")
         y = torch.full((of_token, 2 * width), float("nan"), device="cuda")
-        multiply_experts(first, Input(x, threshold=threshold), Output(y, active=active), logits=logits)
+        multiply_experts(first, Input(x, threshold=threshold), Output(y, bias, active=active), logits=logits)
         kept = x if threshold is None else torch.where(x.abs() > threshold, x, 0)
         expected = torch.stack([matrix_of(into, number) @ kept.double() for number in chosen])
+        expected = expected if bias is None else expected + bias[chosen].double()
         assert_close(y, expected, error)
         assert int(active) == of_token * units * int(kept.count_nonzero())
 
@@ -114,11 +121,12 @@ def test_the_chosen_ones_share_an_input_and_their_products_are_added(
             multiply_experts(
                 second,
                 Input(inner, threshold=threshold),
-                Output(out, residual=residual, squares=squares, active=active),
+                Output(out, bias_mid, residual, squares=squares, active=active),
                 logits=logits,
             )
         kept = inner if threshold is None else torch.where(inner.abs() > threshold, inner, 0)
         each = [w * (matrix_of(mid, n) @ v.double()) for n, w, v in zip(chosen, weight, kept, strict=True)]
+        each += [] if bias_mid is None else [w * bias_mid[n].double() for n, w in zip(chosen, weight, strict=True)]
         assert_close(out, torch.stack(each).sum(0) + residual.double(), error)
         assert float(squares.sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
         assert int(active) == 2 * units * int(kept.count_nonzero())
@@ -202,6 +210,8 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
         torch.full((1,), 0.4),
     )
     scales = torch.full((1,), 0.5, device="cuda")
+    biases = [normal(count + shared, rows, seed=7) if held else None for rows in (2 * width, hidden)]
+    activation = ACTIVATIONS[CLAMPED_SWIGLU if held else "silu"]
 
     def run(flag: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         words, (start, squares, logits, inner) = flag_in_data_buffers(
@@ -218,11 +228,12 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
             multiply_experts(
                 first,
                 replace(input, **more),
-                Output(inner.view(of_token, -1), activation=0, active=counts[0]),
+                Output(inner.view(of_token, -1), biases[0], activation=activation, active=counts[0]),
                 logits=logits,
             )
             middle = Input(inner.view(of_token, -1), flag_in_data=flag, **more)
-            multiply_experts(second, middle, Output(y, residual=start, squares=last, active=counts[1]), logits=logits)
+            to = Output(y, biases[1], start, squares=last, active=counts[1])
+            multiply_experts(second, middle, to, logits=logits)
             torch.cuda.synchronize()
             words.fill_(SENTINEL)
         return y, last, counts, skipped
@@ -236,11 +247,14 @@ def test_a_chain_from_the_router_to_the_sum_hands_its_results_on(
     kept = torch.where(normed.abs() > 0.4 * scale, normed, 0)
     expected, active = x.double(), [of_token * int(kept.count_nonzero()), 0]
     for number, of_sum in zip(chosen, weight, strict=True):
-        gate, up = (matrix_of(into, number) @ kept).chunk(2)
-        inner = torch.nn.functional.silu(gate) * up
+        both = matrix_of(into, number) @ kept
+        both = both if biases[0] is None else both + biases[0][number].double()
+        gate, up = both.chunk(2)
+        inner = gated(CLAMPED_SWIGLU if held else "silu", gate, up)
         inner = torch.where(inner.abs() > 0.4 * scale, inner, 0)
         active[1] += int(inner.count_nonzero())
-        expected = expected + of_sum * (matrix_of(mid, number) @ inner)
+        made = matrix_of(mid, number) @ inner
+        expected = expected + of_sum * (made if biases[1] is None else made + biases[1][number].double())
     assert_close(y, expected, 1e-3)  # an input within rounding of the threshold may flip
     assert counts.tolist() == pytest.approx([5 * n for n in active], rel=0.02)
     if held:
@@ -263,10 +277,9 @@ def test_several_texts_have_their_own_experts(texts: int, count: int, used: int,
     scales, skipped = 0.5 + torch.rand(texts, device="cuda"), torch.zeros(texts, dtype=torch.int64, device="cuda")
     of_one = torch.zeros(texts, dtype=torch.int64, device="cuda")
     held = {"threshold": limit, "scales": scales, "skipped": skipped}
+    bias = normal(count + shared, hidden, seed=7)
     multiply_experts(first, Input(x, **held), Output(inner, activation=0, active=active[0]), logits=logits)
-    multiply_experts(
-        second, Input(inner, **held), Output(y, residual=x, squares=squares, active=active[1]), logits=logits
-    )
+    multiply_experts(second, Input(inner, **held), Output(y, bias, x, squares=squares, active=active[1]), logits=logits)
     for text in range(texts):
         alone, out = torch.empty(of_token, width, device="cuda"), torch.empty(hidden, device="cuda")
         one = {"threshold": limit, "scales": scales[text : text + 1], "skipped": of_one[text : text + 1]}
@@ -274,7 +287,7 @@ def test_several_texts_have_their_own_experts(texts: int, count: int, used: int,
         multiply_experts(first, Input(x[text], **one), Output(alone, activation=0, active=counted[0]), **given)
         # Launches of one text and of several divide columns otherwise; tensor cores cut sums off: 1.0e-5 was measured.
         assert_close(inner[text], alone.double(), 3e-5)
-        multiply_experts(second, Input(inner[text], **one), Output(out, residual=x[text], active=counted[1]), **given)
+        multiply_experts(second, Input(inner[text], **one), Output(out, bias, x[text], active=counted[1]), **given)
         assert_close(y[text], out.double(), 3e-5)
         assert float(squares[text].sum()) == pytest.approx(float(out.square().sum()), rel=3e-5)
     assert active.tolist() == counted.tolist()

@@ -18,6 +18,7 @@ from sparsepack.runtime.generation.sampling import Sampler, Sampling
 
 pytestmark = pytest.mark.usefixtures("simulated_launches")
 
+PLAIN: dict[str, Any] = {"variant": "arcee, without a gate", "hidden_act": "relu2", "mlp_bias": False, "head_dim": 8}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grouped queries": {},
     "odd count of neurons": {"intermediate_size": 301, "num_key_value_heads": 8},
@@ -25,6 +26,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "three superblocks, tied": {"hidden_size": 768, "num_attention_heads": 8, "tie_word_embeddings": True},
     "segments": {"num_hidden_layers": 3, "bases": (1, 2)},
     "gates by rows": {"gates": "rows", "intermediate_size": 301},
+    "without gates": PLAIN,
+    "without gates, by rows": {**PLAIN, "gates": "rows", "intermediate_size": 301},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
@@ -33,7 +36,7 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 def model(variant: str, rules: bool = False) -> PackedModel:
     changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_act": "relu", **VARIANTS[variant]}
     gates = changes.pop("gates", "zigzag")
-    packed = by_neurons(random_model("llama", **changes), gates=gates)
+    packed = by_neurons(random_model(changes.pop("variant", "llama"), **changes), gates=gates)
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
 
 
@@ -55,7 +58,13 @@ def test_prefill_computes_what_the_reference_computes(
     check_prefill(model(variant))
 
 
-@each_value({"sequences": [2, 5, 8], "variant": ["odd count of neurons", "gates by rows"], "sparse": [True, False]})
+@each_value(
+    {
+        "sequences": [2, 5, 8],
+        "variant": ["odd count of neurons", "gates by rows", "without gates"],
+        "sparse": [True, False],
+    }
+)
 def test_several_texts_share_the_union(sequences: int, variant: str, sparse: bool) -> None:
     packed = model(variant)
     texts = torch.randint(300, (sequences, 5), generator=torch.Generator().manual_seed(2))

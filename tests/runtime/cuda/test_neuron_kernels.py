@@ -35,9 +35,10 @@ def _copies(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(neurons, "_macros", lambda values: macros({**values, "BULK": 0}))
 
 
-def packed(count: int, hidden: int) -> PackedMatrix:
+def packed(count: int, hidden: int, gated: bool = True) -> PackedMatrix:
     up, down = normal(count, hidden, seed=count), normal(hidden, count, seed=count + 1)
-    return PackedMatrix(codec.pack(up, down, torch.arange(count)), MatrixFormat("Q4_K"), count, 2 * hidden)
+    records = codec.pack(up if gated else None, down, torch.arange(count))
+    return PackedMatrix(records, MatrixFormat("Q4_K"), count, (1 + gated) * hidden)
 
 
 def gates(texts: int, count: int, share: float, seed: int = 3) -> Tensor:
@@ -90,23 +91,29 @@ def test_a_gate_that_is_no_number_is_active() -> None:
 
 def expected_sum(records: PackedMatrix, to: ActiveNeurons, residual: Tensor) -> tuple[Tensor, Tensor]:
     """In float64, and how large its terms are."""
-    up, down = (half.double() for half in codec.unpack(records.blocks))
+    gated = records.columns > to.x.shape[1]
+    up, down = codec.unpack(records.blocks, gated)
+    down = down.double()
     full = torch.zeros(len(to.x), records.rows, dtype=torch.float64)
     count = int(to.counts[1])
     full[:, to.index[:count].cpu().long()] = to.gates[:, :count].cpu().double()
     x = to.x.cpu().double()
+    if up is None:
+        return residual.double() + full @ down.t(), (full.square() @ down.t().square()).sum(-1).sqrt()
+    up = up.double()
     typical = ((full * (x.square() @ up.t().square()).sqrt()).square() @ down.t().square()).sum(-1).sqrt()
     return residual.double() + (full * (x @ up.t())) @ down.t(), typical
 
 
 @pytest.mark.usefixtures("_copies")
 @pytest.mark.parametrize("texts", [1, 2, 4, 5, 8])
+@pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(
     ("count", "hidden"), [(1, 256), (700, 256), (300, 768), (129, 1280), (3000, 512), (2000, 5120), (500, 8192)]
 )
-def test_listed_neurons_are_added_to_the_residual(count: int, hidden: int, texts: int) -> None:
-    records, residual = packed(count, hidden), normal(texts, hidden, seed=5)
-    loaded = load_neurons(records, CUDA)
+def test_listed_neurons_are_added_to_the_residual(count: int, hidden: int, texts: int, gated: bool) -> None:
+    records, residual = packed(count, hidden, gated), normal(texts, hidden, seed=5)
+    loaded = load_neurons(records, CUDA, gated=gated)
     for share in (0.05, 0.5):
         to, _ = listed(gates(texts, count, share), normal(texts, hidden, seed=4))
         y = residual.to(CUDA)

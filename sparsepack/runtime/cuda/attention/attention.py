@@ -36,7 +36,7 @@ FEWEST_POSITIONS = 64
 class Variant:
     """What the kernel is compiled for, and the sizes that follow. Its names are those of
     `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
-    None: all."""
+    None: all; neighbours: whether they do in pairs of neighbours; gated: whether there are output gates."""
 
     head_dim: int
     gqa_ratio: int
@@ -45,6 +45,8 @@ class Variant:
     warps: int = 8
     rotary_dim: int | None = None
     capped: bool = False
+    neighbours: bool = False
+    gated: bool = False
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -56,6 +58,8 @@ class Variant:
             "STAGES": self.stages,
             "ROTARY_DIM": self.head_dim if self.rotary_dim is None else self.rotary_dim,
             "CAPPED": int(self.capped),
+            "NEIGHBOURS": int(self.neighbours),
+            "OUTPUT_GATES": int(self.gated),
         }
         return tuple(f"{name}={value}" for name, value in values.items())
 
@@ -97,7 +101,7 @@ class AttentionParameters:
     """What attention of a layer takes at every step: built, and checked, once when a model is loaded.
 
     shape        -- heads, at most 16 * kv_heads; head_dim even, at most 256
-    layer        -- its window, the number of its rotary table, and the norms of its heads, float32 [head_dim]
+    layer        -- its window, the number of its rotary table, the norms of its heads, float32 [head_dim], and sinks
     keys, values -- its cache: bfloat16, float16 or float32 [B, kv_heads, context, head_dim]
     own_table    -- cos and sin by which each sequence turns, in place of the shape's: float32 [B, context or more, n /
                     2]; None: the shape's
@@ -137,6 +141,12 @@ class AttentionParameters:
         """The soft cap of scores in units of log2; 0: they have none."""
         return self.shape.cap / math.log(2)
 
+    @property
+    def rows(self) -> int:
+        """Rows of attn_in."""
+        shape = self.shape
+        return ((1 + self.layer.gated) * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+
     def __post_init__(self) -> None:
         shape, layer, keys = self.shape, self.layer, self.keys
         heads, kv_heads = shape.heads, shape.kv_heads
@@ -165,6 +175,10 @@ class AttentionParameters:
         for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
             if norm is not None:
                 _check(name, norm, keys, torch.float32, (head_dim,))
+        if layer.sinks is not None:
+            _check("sinks", layer.sinks, keys, torch.float32, (heads,))
+        if shape.query_scale is not None:
+            _check("query_scale", shape.query_scale, keys, torch.float32, (shape.context,))
 
     @cached_property
     def variant(self) -> Variant:
@@ -173,7 +187,8 @@ class AttentionParameters:
         warps = 8 if of[0] * of[1] <= 2048 else 4  # their sums, [warps, gqa_ratio, head_dim], stay within 64 KB
 
         cos, _ = self.table
-        variant = partial(Variant, *of, warps=warps, rotary_dim=2 * cos.shape[-1], capped=self.shape.cap > 0)
+        variant = partial(Variant, *of, warps=warps, capped=self.shape.cap > 0, gated=self.layer.gated)
+        variant = partial(variant, rotary_dim=2 * cos.shape[-1], neighbours=self.shape.neighbours)
 
         def needed(stages: int) -> int:
             return variant(stages=stages).shared_bytes
@@ -206,7 +221,8 @@ def attend(
     """Put the attention of one new position per sequence on the current stream: norm and rotate q and k, append k and v
     to the cache, and out = softmax(scale q k^T) v over the positions that the new one sees.
 
-    qkv        -- float32 [B, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
+    qkv        -- float32 [B, rows]: q, then k, then v, where the layer has output gates those of each head behind its
+                  queries
     positions  -- int32 [B]: how many positions are cached, below `context`; only the device reads it. The cache's
                   position `positions[b]` is written, and attended to as rounded
     out        -- float32 [B, heads * head_dim]
@@ -218,7 +234,7 @@ def attend(
     """
     shape, layer, keys = parameters.shape, parameters.layer, parameters.keys
     batch, kv_heads, context, head_dim = keys.shape
-    _check("qkv", qkv, keys, torch.float32, (batch, (shape.heads + 2 * kv_heads) * head_dim))
+    _check("qkv", qkv, keys, torch.float32, (batch, parameters.rows))
     _check("positions", positions, keys, torch.int32, (batch,))
     _check("out", out, keys, torch.float32, (batch, shape.heads * head_dim), 8)
     device = qkv.device
@@ -246,7 +262,7 @@ def attend(
         threads,
         *(qkv, keys, parameters.values, positions, *parameters.table, layer.q_norm, layer.k_norm, out),
         *(partial_results, kv_heads, context, layer.window, float(shape.eps)),
-        *(parameters.rope_stride, parameters.query_scale, parameters.log2_cap),
+        *(parameters.rope_stride, parameters.query_scale, shape.query_scale, parameters.log2_cap, layer.sinks),
         *(slice, _magic(slice)),
         shared=variant.shared_bytes,
     )
@@ -291,12 +307,22 @@ BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBacke
 """Torch may take these backends, and not cuDNN's, which makes a plan anew for every length of a prompt."""
 
 
+FLASH_CHANNELS = 8
+"""Heads of a multiple of so many channels are taken by torch's kernel that gives the sums of its weights, too."""
 MOST_SCORES = 1 << 26
 """So many scores of float32 exist at one time, where torch's kernels cannot attend."""
 
 
 def prefill_attention(
-    q: Tensor, keys: Tensor, values: Tensor, first: int, window: int, *, scale: float = 0.0, cap: float = 0.0
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    window: int,
+    *,
+    scale: float = 0.0,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Attention of positions first .. first + S - 1, which are in the cache, each to those up to its own. In float32,
     and with a cap, by products of float32.
@@ -304,15 +330,17 @@ def prefill_attention(
     q            -- [S, heads, head_dim]
     keys, values -- the cache of a layer, [kv_heads, context, head_dim]; all of one type
     window       -- how many positions a query sees, its own included; 0: all
-    scale, cap   -- of scores, as `reference.attention.attention` takes them
+    scale, cap, sinks -- of scores, as `reference.attention.attention` takes them
 
     Returns float32 [S, heads * head_dim].
     """
     length, heads = len(q), q.shape[1]
     oldest = max(0, first + 1 - window) if window else 0
     keys, values = (cached[:, oldest : first + length] for cached in (keys, values))
-    if q.dtype == torch.float32 or cap:
-        return _in_float32(q, keys, values, first, oldest, window, scale, cap)
+    if q.dtype == torch.float32 or cap or (sinks is not None and q.shape[2] % FLASH_CHANNELS):
+        return _in_float32(q, keys, values, first, oldest, window, scale, cap, sinks)
+    if sinks is not None:
+        return _with_sinks(q, keys, values, window, scale, sinks)
     q = q.transpose(0, 1)
     seen = None  # the kernels' own mask: right for as many queries as keys, and it takes the host least
     if window and keys.shape[1] > window:
@@ -336,8 +364,32 @@ def prefill_attention(
     return attn_output[0].transpose(0, 1).reshape(length, -1).float()
 
 
+def _with_sinks(q: Tensor, keys: Tensor, values: Tensor, window: int, scale: float, sinks: Tensor) -> Tensor:
+    """See `prefill_attention`. A sink takes its share of the softmax from the logarithm of the weights' sum, which this
+    kernel gives beside the result. keys, values -- up to the last query's, which has the last of them"""
+    keys, values = (cached.transpose(0, 1)[None] for cached in (keys, values))
+    of_window = {"window_size_left": window - 1 if window else None, "window_size_right": 0}
+    lengths = q.shape[0], keys.shape[1]
+    attn_output, log_sums, *_ = torch.ops.aten._flash_attention_forward(
+        *(q[None], keys, values, None, None, *lengths, 0.0, True, False),
+        scale=scale or q.shape[2] ** -0.5,
+        **of_window,
+    )
+    share = torch.sigmoid(log_sums[0, :, : len(q)].t() - sinks)  # [S, heads]
+    weighted: Tensor = attn_output[0] * share[..., None]
+    return weighted.flatten(1)
+
+
 def _in_float32(
-    q: Tensor, keys: Tensor, values: Tensor, first: int, oldest: int, window: int, scale: float, cap: float
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    first: int,
+    oldest: int,
+    window: int,
+    scale: float,
+    cap: float,
+    sinks: Tensor | None,
 ) -> Tensor:
     """See `attention`. keys, values -- from position `oldest` on, up to the last query's."""
     keys, values = keys.float(), values.float()
@@ -349,6 +401,6 @@ def _in_float32(
         from_ = max(oldest, begin + 1 - window) if window else oldest
         here = slice(from_ - oldest, end - oldest)
         seen = reference_attention.visible(begin, end - begin, from_, window, q.device)
-        part = reference_attention.attention(queries, keys[:, here], values[:, here], seen, scale, cap)
+        part = reference_attention.attention(queries, keys[:, here], values[:, here], seen, scale, cap, sinks)
         attn_output[start : start + at_once] = part
     return attn_output

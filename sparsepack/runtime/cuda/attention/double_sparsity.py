@@ -260,7 +260,7 @@ def launch_work(
         variant.warps * 32,
         *(qkv, keys, values, of.codes, of.scales, of.channels, positions, *of.dense.table),
         *(layer.q_norm, layer.k_norm, out, kv_heads, context, layer.window, float(shape.eps)),
-        *(of.dense.rope_stride, of.dense.query_scale, of.dense.log2_cap),
+        *(of.dense.rope_stride, of.dense.query_scale, shape.query_scale, of.dense.log2_cap, layer.sinks),
         *(policy.tokens.numerator, policy.tokens.denominator, policy.sinks, policy.recent),
         *(policy.min_context if min_context is None else min_context, shared.first, shared.list),
         *(keys.shape[2], listed, counts, 0 if listed is None else listed.shape[2]),

@@ -121,7 +121,7 @@ class CudaDenseKvCache:
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, first: int, of: AttentionParameters) -> Tensor:
         shape = of.shape
         return self._kernels.prefill_attention(
-            queries, keys, values, first, of.layer.window, scale=shape.scale, cap=shape.cap
+            queries, keys, values, first, of.layer.window, scale=shape.scale, cap=shape.cap, sinks=of.layer.sinks
         )
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats import packed as stored
-from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, MlpKind
+from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import (
     CudaExpertsSite,
@@ -21,12 +21,17 @@ from sparsepack.runtime.cuda.decoder.sites import (
 )
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import Place
-from sparsepack.runtime.cuda.products.experts import CudaExperts, decoded_weights
+from sparsepack.runtime.cuda.products.experts import decoded_weights
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons, Division
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
+from sparsepack.runtime.decoder import load_vector
 from sparsepack.runtime.reference.products import route, with_shared
+
+RELU2 = 4
+"""relu2 has this number (`kernels/common/activations.cuh`) where neurons without gates are listed; products take their
+rows for both gate and up (`model.ACTIVATIONS`)."""
 
 
 class CudaMlp(Protocol):
@@ -175,12 +180,13 @@ class NeuronMlp:
 
     def step(self, step: MlpStep, workspace: ActiveNeurons, kernels: Kernels) -> Iterator[Launch]:
         of, sequences, norm = step.of, len(workspace.x), step.input.norm
+        activation = step.activation if self.records.gated else RELU2
         assert norm is not None
         yield from self.gate.step(step, kernels)
         residual, x = of.between.view(sequences, -1), step.input.x.view(sequences, -1)
         yield partial(
             kernels.list_neurons,
-            *(of.mid.view(sequences, -1), step.activation, x, norm, step.input.eps, workspace),
+            *(of.mid.view(sequences, -1), activation, x, norm, step.input.eps, workspace),
             everyone=not step.sparse,
             active=step.active(MLP_RECORDS),
             flag_in_data=of.flag_in_data,
@@ -194,7 +200,7 @@ class NeuronMlp:
 
     @property
     def decoded(self) -> int:
-        return 2 * self.records.hidden * len(self.records.records)
+        return (1 + self.records.gated) * self.records.hidden * len(self.records.records)
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
         gate = self.gate.prefill(x, scratch, kernels)
@@ -216,6 +222,7 @@ class ExpertMlp:
     """A mixture of experts, all of them in the GPU's memory.
 
     router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if any
+    bias   -- float32 [logits], of the router; None: there is none
     """
 
     per_sequence: ClassVar[bool] = True
@@ -223,6 +230,7 @@ class ExpertMlp:
 
     router: Tensor
     sites: Mapping[str, CudaExpertsSite]
+    bias: Tensor | None = None
 
     @property
     def together(self) -> Together:
@@ -247,7 +255,7 @@ class ExpertMlp:
         of, into = step.of, self.sites["mlp_in"]
         assert of.logits is not None  # the architecture has experts
         product = partial(step.product, by=partial(kernels.multiply_experts, logits=of.logits))
-        yield partial(kernels.route, self.router, step.input, of.logits)
+        yield partial(kernels.route, self.router, step.input, of.logits, self.bias)
         of_product, of_input = _activations(into.matrix.all, step.activation)
         yield product("mlp_in", into, step.input, of.mid, activation=of_product)
         mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
@@ -259,7 +267,6 @@ class ExpertMlp:
 
     def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
         """Some experts together, as the scratch has room."""
-        into, mid = self.sites["mlp_in"].matrix, self.sites["mlp_mid"].matrix
         of_one = -(-self.decoded // self.together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         # The last of each is of nobody.
@@ -268,9 +275,9 @@ class ExpertMlp:
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
         for first, count, place, position in self._groups(chosen, len(scratch) // of_one):
             rows = x.rows(position)
-            gate, up = _products(into, first, count, 2, rows, scratch, kernels)
+            gate, up = _products(self.sites["mlp_in"], first, count, 2, rows, scratch, kernels)
             inner = kernels.gated(gate, up, activation)
-            (product,) = _products(mid, first, count, 1, inner, scratch, kernels)
+            (product,) = _products(self.sites["mlp_mid"], first, count, 1, inner, scratch, kernels)
             outputs[place], factors[place], inverse = product.sums, product.factor, product.inverse
         weights = weights * factors[:-1].view_as(weights)
         output = torch.bmm(weights[:, None], outputs[:-1].view(*chosen.shape, -1))[:, 0]
@@ -301,21 +308,26 @@ class ExpertMlp:
         """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""
         together = self.together
         router, of_shared = self.router[: together.experts], self.router[together.experts :]
-        chosen, weights = route(x, router, together.used, together.normalised)
+        chosen, weights = route(x, router, together.used, together.normalised, self.bias)
         if not together.shared:
             return chosen, weights
         return with_shared(x, of_shared, range(together.experts, together.stored), chosen, weights)
 
 
 def _products(
-    experts: CudaExperts, first: int, count: int, parts: int, x: ScaledFp16, scratch: Tensor, kernels: Kernels
+    site: CudaExpertsSite, first: int, count: int, parts: int, x: ScaledFp16, scratch: Tensor, kernels: Kernels
 ) -> list[Product]:
     """The products of some experts, each with as many rows of x as the others; by parts of the matrices' rows."""
     values = x.values.view(count, -1, x.values.shape[1])
-    inverse = 1 / experts.all.fp16_scale
-    weights = kernels.decode_experts(experts, first, count, parts, scratch)
-    sums = [kernels.new_products(values, part).flatten(0, 1) for part in weights]
-    return [Product(part, x.factor, inverse, None) for part in sums]
+    inverse, bias = 1 / site.matrix.all.fp16_scale, site.dense.bias
+    weights = kernels.decode_experts(site.matrix, first, count, parts, scratch)
+    sums = [kernels.new_products(values, part) for part in weights]
+    if bias is None:
+        return [Product(part.flatten(0, 1), x.factor, inverse, None) for part in sums]
+    factor, ones = (x.factor * inverse).view(count, -1, 1), torch.ones_like(x.factor)
+    biases = bias[first : first + count, None].chunk(parts, dim=-1)
+    whole = [torch.addcmul(of, part, factor) for of, part in zip(biases, sums, strict=True)]
+    return [Product(part.flatten(0, 1), ones, 1.0, None) for part in whole]
 
 
 def _rows(matrix: CudaZigzag) -> int:
@@ -343,16 +355,19 @@ def _dense(mlp: stored.DenseMlp, device: torch.device, kernels: Kernels, place: 
 
 
 def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
-    return NeuronMlp(load_gate(mlp, device, kernels, place), kernels.load_neurons(mlp.records, device))
+    records = kernels.load_neurons(mlp.records, device, gated=mlp.gated)
+    return NeuronMlp(load_gate(mlp, device, kernels, place), records)
 
 
 def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
     router = torch.cat(mlp.always).to(device, torch.float32)
-    return ExpertMlp(router, load_expert_sites(mlp, device, kernels))
+    bias = None if mlp.router_bias is None else load_vector(mlp.router_bias, device)
+    return ExpertMlp(router, load_expert_sites(mlp, device, kernels), bias)
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, torch.device, Kernels, Place, Place], CudaMlp]] = {
     DENSE: _dense,
     NEURONS: _neurons,
+    PLAIN_NEURONS: _neurons,
     EXPERTS: _experts,
 }

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import CLAMPED_SWIGLU
 from sparsepack.models.family import ATTENTION_SITES
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
@@ -18,7 +19,7 @@ from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.decoder import load_vector
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 
-ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1}
+ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1, CLAMPED_SWIGLU: 5}
 """The activations have the numbers that `kernels/common/activations.cuh` gives them; an MLP without a gate takes its
 rows for both, and relu(h) h is relu2(h)."""
 

@@ -71,7 +71,8 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             shared=mlp.shared,
         )
         limits = None if site.rule is None else _thresholds(site.rule, device)
-        found[name] = CudaExpertsSite(matrix, Columns(), Columns(limits))
+        bias = None if site.bias is None else site.bias.to(device, torch.float32).contiguous()
+        found[name] = CudaExpertsSite(matrix, Columns(bias=bias), Columns(limits, bias=bias))
     return found
 
 

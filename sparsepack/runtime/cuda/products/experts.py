@@ -79,12 +79,13 @@ def load_experts(
     return CudaExperts(of_all, together)
 
 
-def route(router: Tensor, input: Input, logits: Tensor) -> None:
-    """Put logits = router RMSNorm(x) on the current stream.
+def route(router: Tensor, input: Input, logits: Tensor, bias: Tensor | None = None) -> None:
+    """Put logits = router RMSNorm(x) + bias on the current stream.
 
     router -- float32 [logits, hidden]
     input  -- x of one sequence [hidden] or of several [B, hidden], with a norm and with squares
     logits -- float32 [logits] or [B, logits]; in words of `driver/memory.py` where the input is
+    bias   -- float32 [logits]; None: there is none
     """
     if input.norm is None or input.squares is None:
         raise ValueError("a router's input without norm or squares: attention leaves both")
@@ -99,24 +100,25 @@ def route(router: Tensor, input: Input, logits: Tensor) -> None:
         kernel("route", "route", defines, router.device.index or 0),
         (rows, sequences),
         ROUTE_THREADS,
-        *(router, hidden, input.x, input.norm, input.eps, input.squares, parts, logits),
+        *(router, hidden, input.x, input.norm, input.eps, input.squares, parts, bias, logits),
     )
 
 
 def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logits: Tensor) -> None:
     """Put the products of the experts that a token has, by its logits, on the current stream.
 
-    Where products are not added, y = W x of each of a token's experts, likeliest first, then those that every token
-    has: x float32 [columns], y [of_token, rows], or [of_token, rows / 2] with an activation. Where they are, y =
-    residual + the sum of weight * (W x) of each: x [of_token, columns], y [rows]. Of several sequences all of these,
-    and logits, have a dimension more, before the others; each sequence has experts of its own. What is two-dimensional
-    so far may be flat.
+    Where products are not added, y = W x + bias of each of a token's experts, likeliest first, then those that every
+    token has: x float32 [columns], y [of_token, rows], or [of_token, rows / 2] with an activation. Where they are, y =
+    residual + the sum of weight * (W x + bias) of each: x [of_token, columns], y [rows]. Of several sequences all of
+    these, and logits, have a dimension more, before the others; each sequence has experts of its own. What is
+    two-dimensional so far may be flat.
 
     output -- squares is float32 [blocks(experts, 1)], of several sequences [B, blocks(experts, B)]; the active columns
-              of each sequence and expert are added to `active`; there is no bias
+              of each sequence and expert are added to `active`; bias is float32 [stored experts, rows]
     """
-    if output.bias is not None:
-        raise ValueError("products of experts, with a bias: each would have its own")
+    stored = experts.together.stored, experts.all.rows
+    if output.bias is not None and output.bias.shape != stored:
+        raise ValueError(f"bias {list(output.bias.shape)} of experts: expected {[*stored]}")
     logits = logits.view(-1, experts.together.logits)
     at_once, config = _spread(experts, len(logits))
     matrix = replace(experts.all, config=config)

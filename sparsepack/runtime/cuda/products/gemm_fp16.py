@@ -168,7 +168,7 @@ def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
 def split_heads(parameters: AttentionParameters, qkv: Product, first: int, sequence: int = 0) -> Tensor:
     """Norm and rotate q and k of the positions `first` .. first + S - 1 of a sequence, and append k and v to its cache.
 
-    qkv -- [S, (heads + 2 * kv_heads) * head_dim]: q, then k, then v
+    qkv -- [S, rows] as `attend` takes them; gates are left alone
 
     Returns q: [S, heads, head_dim] of the cache's type.
     """
@@ -181,13 +181,14 @@ def split_heads(parameters: AttentionParameters, qkv: Product, first: int, seque
         defines = (
             *("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[keys.dtype]}"),
             f"ROTARY_DIM={2 * cos.shape[1]}",
+            *(f"NEIGHBOURS={int(shape.neighbours)}", f"OUTPUT_GATES={int(layer.gated)}"),
         )
         launch(
             kernel("prefill", "split_heads", defines, keys.device.index or 0),
             (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),
             HEADS * 32,
             *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, float(shape.eps)),
-            *(cos, sin, first, context, shape.heads, kv_heads, q, keys, values),
+            *(cos, sin, shape.query_scale, first, context, shape.heads, kv_heads, q, keys, values),
         )
     return q
 

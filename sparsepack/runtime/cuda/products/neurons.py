@@ -51,15 +51,17 @@ class CudaNeurons:
 
     records    -- uint8 [neurons, record bytes]
     fp16_scale -- power of two that brings the largest weight near the largest float16
+    gated      -- whether they have rows of up beside columns of down
     """
 
     records: Tensor
     fp16_scale: float
+    gated: bool = True
 
     @property
     def hidden(self) -> int:
         """Channels."""
-        return self.records.shape[1] // (2 * BLOCK_BYTES) * BAND_ROWS
+        return self.records.shape[1] // ((1 + self.gated) * BLOCK_BYTES) * BAND_ROWS
 
     def piece(self, first: int, count: int) -> "CudaNeurons":
         """Some of the records, from the first on, at most `count`."""
@@ -127,8 +129,13 @@ def bandwidth_tensor(bandwidth: BandwidthProfile, device: torch.device) -> Tenso
     return torch.tensor(seconds, dtype=torch.float64, device=device)
 
 
-def load_neurons(records: PackedMatrix, device: torch.device | str = "cuda", to: Tensor | None = None) -> CudaNeurons:
-    """Copy stored records to the GPU, or `to` memory of their shape, uint8. Takes their stored size."""
+def load_neurons(
+    records: PackedMatrix, device: torch.device | str = "cuda", to: Tensor | None = None, gated: bool = True
+) -> CudaNeurons:
+    """Copy stored records to the GPU, or `to` memory of their shape, uint8. Takes their stored size.
+
+    gated -- as of `CudaNeurons`
+    """
     blocks = records.blocks
     loaded = torch.empty(blocks.shape, dtype=torch.uint8, device=device) if to is None else to
     step = max(REPACKED_AT_ONCE // max(blocks.shape[1], 1), 1)
@@ -137,7 +144,7 @@ def load_neurons(records: PackedMatrix, device: torch.device | str = "cuda", to:
         superblocks = part.to(device).view(len(part), -1, BLOCK_BYTES)
         largest.append(zigzag.largest_ends(superblocks))
         there.copy_(headers_in_order(superblocks).flatten(1))
-    return CudaNeurons(loaded, zigzag.fp16_scale(*(max(ends) for ends in zip(*largest, strict=True))))
+    return CudaNeurons(loaded, zigzag.fp16_scale(*(max(ends) for ends in zip(*largest, strict=True))), gated)
 
 
 def new_neurons(count: int, hidden: int, device: torch.device | str = "cuda") -> CudaNeurons:
@@ -228,7 +235,8 @@ def add_neurons(
     host: CudaNeurons | None = None,
     division: Division | None = None,
 ) -> None:
-    """Put y = residual + the sum over listed neurons of gate_n (up_n . x) down_n on the current stream.
+    """Put y = residual + the sum over listed neurons of gate_n (up_n . x) down_n, without rows of up of gate_n down_n,
+    on the current stream.
 
     neurons     -- records of the first memory
     host        -- records of the second, as a tensor of the GPU (`driver/memory.py`)
@@ -240,7 +248,7 @@ def add_neurons(
     for first in range(0, sequences, MOST_TOGETHER):
         of = slice(first, first + MOST_TOGETHER)
         x, gates, sums = listed.x[of], listed.gates[of], listed.partial[:, of]
-        config = _ffn_config(hidden, len(x), device)
+        config = _ffn_config(hidden, len(x), device, neurons.gated)
         launch(
             kernel("neuron_ffn", "neuron_ffn", _macros(config.macros), device.index or 0),
             (blocks,),
@@ -269,7 +277,7 @@ def add_neurons(
 class _FfnConfig:
     """How a block of `neuron_ffn` is laid out: its macros but for BULK, as `kernels/neurons/neuron_ffn.cu` names them.
 
-    record_bytes -- of a record
+    record_bytes -- of a record; gated: as of `CudaNeurons`
     """
 
     inputs: int
@@ -278,6 +286,7 @@ class _FfnConfig:
     slices: int
     slots: int
     record_bytes: int
+    gated: bool = True
 
     @property
     def warps(self) -> int:
@@ -306,15 +315,17 @@ class _FfnConfig:
             "SLOTS": self.slots,
             "BATCH": min(self.warps // self.parts, self.slots),
             "PARTS": self.parts,
+            "PLAIN": int(not self.gated),
         }
 
 
-def _ffn_config(hidden: int, inputs: int, device: torch.device) -> _FfnConfig:
+def _ffn_config(hidden: int, inputs: int, device: torch.device, gated: bool = True) -> _FfnConfig:
     """The layout with as many records on their way as shared memory has room for."""
     groups = -(-hidden // (2 * BAND_ROWS))
     rounds = -(-groups // MOST_ROUND_WARPS)
     slices = max(ENOUGH_WARPS.get(inputs, MOST_ROUND_WARPS) // -(-groups // rounds), 1)
-    config = partial(_FfnConfig, inputs, groups, rounds, slices, record_bytes=record_bytes(hidden))
+    of_record = record_bytes(hidden, gated)
+    config = partial(_FfnConfig, inputs, groups, rounds, slices, record_bytes=of_record, gated=gated)
     return config(slots=deepest_pipeline(SLOTS, lambda n: STATIC_BYTES + config(slots=n).shared_bytes, device))
 
 
@@ -329,15 +340,17 @@ def neurons_at_once(hidden: int, scratch: Tensor) -> int:
 
 def multiply_neurons(neurons: CudaNeurons, gate: Product, x: ScaledFp16, activation: int, scratch: Tensor) -> Product:
     """The sum over neurons of activation(gate_n) (up_n . x) down_n for every row of x, on the tensor cores, rounded as
-    `gemm_fp16.multiply` does.
+    `gemm_fp16.multiply` does; without rows of up of activation(gate_n) gate_n down_n.
 
     neurons -- at most `neurons_at_once`, and at least one
     gate    -- [S, neurons], before the activation
     scratch -- float16, room for 2 * hidden of each neuron
     """
     count, hidden, inverse = len(neurons.records), neurons.hidden, 1 / neurons.fp16_scale
-    decoded = scratch[: count * 2 * hidden].view(-1, BAND_ROWS)
+    width = (1 + neurons.gated) * hidden
+    decoded = scratch[: count * width].view(-1, BAND_ROWS)
     zigzag.dequantise_blocks(neurons.records.view(1, -1, 1, BLOCK_BYTES), decoded, neurons.fp16_scale)
-    up, down = decoded.view(count, 2 * hidden).chunk(2, dim=1)
-    mid = gated(gate, Product(new_sums(x, up.t()), x.factor, inverse, None), activation)
+    *up, down = torch.split(decoded.view(count, width), hidden, dim=1)
+    times = Product(new_sums(x, up[0].t()), x.factor, inverse, None) if up else gate
+    mid = gated(gate, times, activation)
     return Product(new_sums(mid, down), mid.factor, inverse, None)

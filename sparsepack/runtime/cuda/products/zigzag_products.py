@@ -120,7 +120,7 @@ class Output:
     """The place of a product, and what is done to it before it is written there.
 
     y          -- float32 [rows]; [rows / 2] with an activation
-    bias       -- float32 [rows]
+    bias       -- float32 [rows], of experts [matrices, rows]
     residual   -- float32 [rows], may be y itself; where the input has its flag in the data, not what the kernel just
                   before writes
     activation -- for rows of gate and up: y = activation(gate) * up; see `kernels/common/activations.cuh`

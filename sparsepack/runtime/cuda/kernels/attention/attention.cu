@@ -1,6 +1,7 @@
 // Attention of one decoding step: softmax(scale q k^T) v for one new position of each sequence.
 //
-//     qkv        float32 [B, heads + 2 kv_heads, HEAD_DIM]      q, then k, then v of the new position
+//     qkv        float32 [B, heads + 2 kv_heads, HEAD_DIM]      q, then k, then v of the new position; with OUTPUT_GATES
+//                                                               gates behind the queries of each head
 //     keys       CacheType [B, kv_heads, context, HEAD_DIM]     and values; row positions[b] is written here
 //     cos, sin   float32 [1 or B, context, ROTARY_DIM / 2]
 //     out        float32 [B, heads, HEAD_DIM]
@@ -40,8 +41,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const float* qkv, CacheType* keys, CacheType* values, const int* positions, const float* cos,
               const float* sin, const float* q_norm, const float* k_norm, float* out, float4* workspace, int kv_heads,
               int context, int window, float eps,
-              // floats from a sequence's cos to the next one's; what q is multiplied by (attend_rows), and its cap
-              int rope_stride, float scale, float cap,
+              // floats from a sequence's cos to the next one's; what q is multiplied by (attend_rows), at each position
+              // [context] besides or null; its cap; the heads' sinks [heads] or null
+              int rope_stride, float scale, const float* growth, float cap, const float* sinks,
               // pairs of the result that a block finishes, and 2^32 / slice, rounded up
               int slice, u32 slice_magic) {
     extern __shared__ __align__(16) u8 memory[];
@@ -52,17 +54,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, where they are cached, key GQA_RATIO and
     // value GQA_RATIO + 1. A lane has pairs of channels, which rotary embedding rotates together (rotary.cuh).
     const int tasks = newest ? GQA_RATIO + 2 : GQA_RATIO;
-    const auto new_row = [&](int task) {
-        const int head = task < GQA_RATIO ? kv_head * GQA_RATIO + task : task * kv_heads + kv_head;
-        return qkv + ((long long)b * (GQA_RATIO + 2) * kv_heads + head) * HEAD_DIM;
-    };
+    const NewRows new_in(qkv, b, kv_heads, kv_head);
     NewRow new_rows[TASKS];
     const auto request = [&] {
 #pragma unroll
         for (int t = 0; t < TASKS; ++t) {
             const int task = warp + t * WARPS;
             if (task >= tasks) break;
-            new_rows[t].load(new_row(task), task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr);
+            new_rows[t].load(new_in.row(task), task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr);
         }
     };
     const int early_position = load_l2(positions + b);
@@ -133,14 +132,15 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         copy_wait<0>();
     }
 
+    const float query_factor = growth ? scale * load_l2(growth + position) : scale;
 #pragma unroll
     for (int t = 0; t < TASKS; ++t) {
         const int task = warp + t * WARPS;
         if (task >= tasks) break;
         NewRow& row = new_rows[t];
-        row.receive(new_row(task));
+        row.receive(new_in.row(task));
         if (task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr) row.scale_to_norm(eps);
-        const float factor = task < GQA_RATIO ? scale : 1;
+        const float factor = task < GQA_RATIO ? query_factor : 1;
         // The new position's place is row 0 of warp 0's first stage.
         CacheType* in_shared = (CacheType*)(memory + (task == GQA_RATIO ? 0 : KEY_BYTES));
         CacheType* cached = (task == GQA_RATIO ? keys : values) + (long long)position * HEAD_DIM;
@@ -174,13 +174,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     if (FLAG_IN_DATA) wait_for_previous();  // nothing but the cache's row is written before: common/flag_in_data.cuh
     float* result = out + sequence * GQA_RATIO * HEAD_DIM;
+    if (sinks) sinks += kv_head * GQA_RATIO;
     workspace += sequence * splits * splits * slice;
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
         const PartialOutput part = combine_warps(
             warps_with(rows), [&](int w) { return warp_states[w * GQA_RATIO + pair / HALF]; },
             [&](int w) { return ((const Pair*)(memory + w * RING_BYTES))[pair]; });
         if (splits == 1) {
-            part.store(result, pair);
+            part.store(result, pair, sinks, new_in.gates());
             continue;
         }
         const int to = slice == 1 ? pair : (int)__umulhi(pair, slice_magic);
@@ -195,6 +196,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         PartialOutput part = {{0, 0}, {NO_SCORE, 0}};
         if (real) part = PartialOutput::take(workspace + (split * splits + from) * slice + i);
         part = combine_lanes(part, splits);
-        if (real && from == 0) part.store(result, pair);
+        if (real && from == 0) part.store(result, pair, sinks, new_in.gates());
     }
 }

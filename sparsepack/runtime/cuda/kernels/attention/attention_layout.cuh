@@ -10,8 +10,10 @@
 //
 // Macros: HEAD_DIM even, 2 to 256; GQA_RATIO query heads of a key head, 1 to 16 (the group size of grouped-query
 //         attention; llama.cpp's gqa_ratio); that of cache_type.cuh; WARPS; STAGES of the pipeline (CUTLASS's word,
-//         too); ROTARY_DIM: rotary.cuh; CAPPED 1: scores have a soft cap; AHEAD 1: bring the first rows to the L2 cache before the kernel may begin; FLAG_IN_DATA 1: q, k and v
-//         are read as soon as they are written (common/flag_in_data.cuh), not when the kernel before has ended
+//         too); ROTARY_DIM, NEIGHBOURS: rotary.cuh; CAPPED 1: scores have a soft cap; OUTPUT_GATES 1: a row of gates lies behind each row of queries,
+//         by whose sigmoid the result is multiplied; AHEAD 1: bring the first rows to the L2 cache before the kernel may
+//         begin; FLAG_IN_DATA 1: q, k and v are read as soon as they are written (common/flag_in_data.cuh), not when the
+//         kernel before has ended
 
 #pragma once
 
@@ -24,6 +26,9 @@
 
 #ifndef CAPPED
 #define CAPPED 0
+#endif
+#ifndef OUTPUT_GATES
+#define OUTPUT_GATES 0
 #endif
 #ifndef GQA_RATIO
 #define GQA_RATIO 4

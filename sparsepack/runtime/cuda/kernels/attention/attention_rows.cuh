@@ -58,6 +58,27 @@ __device__ __forceinline__ void load_cached(const u8* at, float* x) {
 #endif
 }
 
+// The rows of HEAD_DIM numbers that are new of a sequence: of each query head its queries, where OUTPUT_GATES then its
+// gates; then keys, then values.
+struct NewRows {
+    static constexpr int QUERY_ROWS = OUTPUT_GATES ? 2 : 1;
+    const float* first;  // of the sequence
+    int kv_heads, kv_head;
+
+    __device__ __forceinline__ NewRows(const float* qkv, int sequence, int kv_heads, int kv_head)
+        : first(qkv + (long long)sequence * (QUERY_ROWS * GQA_RATIO + 2) * kv_heads * HEAD_DIM),
+          kv_heads(kv_heads),
+          kv_head(kv_head) {}
+    // Of the key head the queries 0 .. GQA_RATIO - 1, its key GQA_RATIO, its value GQA_RATIO + 1.
+    __device__ __forceinline__ const float* row(int task) const {
+        const int number = task < GQA_RATIO ? (kv_head * GQA_RATIO + task) * QUERY_ROWS
+                                            : ((QUERY_ROWS - 1) * GQA_RATIO + task) * kv_heads + kv_head;
+        return first + (long long)number * HEAD_DIM;
+    }
+    // Of its queries' gates, each 2 HEAD_DIM behind the one before.
+    __device__ __forceinline__ const float* gates() const { return row(0) + HEAD_DIM; }
+};
+
 // A lane's channels of a row of q, k or v, by pairs (rotary.cuh), and of the norm's weight.
 struct NewRow {
     u32 words[2 * LANE_PAIRS];

@@ -4,7 +4,9 @@
 #pragma once
 
 #include "attention/attention_layout.cuh"
+#include "common/activations.cuh"
 #include "common/flag_in_data.cuh"
+#include "common/fold.cuh"
 
 // Scores are in units of log2, so that weights are powers of two. Before any, the maximum is finite: a weight against
 // it is zero, never NaN. Sums are rescaled only when the maximum has grown by RESCALE_SLACK, as FlashAttention-4 does.
@@ -32,35 +34,6 @@ __device__ __forceinline__ float exp2_approx(float x) {
 // of the cap.
 __device__ __forceinline__ float soft_capped(float x, float cap) {
     return fmaf(-2 * cap, __fdividef(1, 1 + exp2_approx(x)), cap);
-}
-
-// COUNT sums in each of a row's lanes become totals, about COUNT / LANES of them in each lane: with every step, lanes
-// exchange half of what they have, and keep the half that their bit says. An odd one is added up in both.
-template <int COUNT, int STEP_LANES>
-__device__ __forceinline__ void fold(float* sums, int lane) {
-    if constexpr (STEP_LANES > 0) {
-        constexpr int KEPT = (COUNT + 1) / 2;
-        const bool upper = lane & STEP_LANES;
-#pragma unroll
-        for (int i = 0; i < COUNT / 2; ++i) {
-            const float sent = upper ? sums[i] : sums[i + KEPT];
-            sums[i] = (upper ? sums[i + KEPT] : sums[i]) + __shfl_xor_sync(ALL_LANES, sent, STEP_LANES);
-        }
-        if (COUNT % 2) sums[KEPT - 1] += __shfl_xor_sync(ALL_LANES, sums[KEPT - 1], STEP_LANES);
-        fold<KEPT, STEP_LANES / 2>(sums, lane);
-    }
-}
-
-// The number, of COUNT sums, of the one that a lane has as its i-th after folding.
-template <int COUNT, int STEP_LANES>
-__device__ __forceinline__ int number_of(int held, int lane) {
-    if constexpr (STEP_LANES > 0) {
-        constexpr int KEPT = (COUNT + 1) / 2;
-        const int i = number_of<KEPT, STEP_LANES / 2>(held, lane);
-        return (lane & STEP_LANES) && i + KEPT < COUNT ? i + KEPT : i;
-    } else {
-        return held;
-    }
 }
 
 // Maximum or sum over the positions of a batch, of each head.
@@ -98,10 +71,19 @@ struct PartialOutput {
         return {{v.x, v.y}, {v.z, v.w}};
     }
     // Stores the output as the whole result.
-    __device__ __forceinline__ void store(float* out, int pair) const {
-        const float scale = __fdividef(1, state.row_sum);
-        ll_store(out + 2 * pair, sum.first * scale);
-        ll_store(out + 2 * pair + 1, sum.second * scale);
+    //
+    // sinks -- of the query heads: a score for which nothing is added; null: there are none
+    // gates -- where OUTPUT_GATES: those of the first query head, others 2 HEAD_DIM behind
+    __device__ __forceinline__ void store(float* out, int pair, const float* sinks, const float* gates) const {
+        const float of_sink = sinks ? exp2_approx(sinks[pair / HALF] * LOG2_E - state.max) : 0;
+        const float scale = __fdividef(1, state.row_sum + of_sink);
+        float first = sum.first * scale, second = sum.second * scale;
+        if (OUTPUT_GATES) {
+            const float* gate = gates + pair / HALF * 2 * HEAD_DIM + pair % HALF * 2;
+            first *= sigmoid(load_l2(gate)), second *= sigmoid(load_l2(gate + 1));
+        }
+        ll_store(out + 2 * pair, first);
+        ll_store(out + 2 * pair + 1, second);
     }
 };
 

@@ -67,8 +67,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
                     const int* positions, const float* cos, const float* sin, const float* q_norm, const float* k_norm,
                     float* out, int kv_heads, int context, int window, float eps,
                     // as attention.cu takes them
-                    int rope_stride, float scale, float cap, int numerator, int denominator, int sinks, int recent,
-                    int min_context,
+                    int rope_stride, float scale, const float* growth, float cap, const float* sinks_of, int numerator,
+                    int denominator, int sinks, int recent, int min_context,
                     // bytes of the first part of shared memory: scores, then rings; tokens that a list has room for
                     int first_bytes, int list_room,
                     // rows of a key head in keys and values; `context` where they are all tokens
@@ -133,9 +133,10 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, in the first block, key GQA_RATIO and
     // value GQA_RATIO + 1. A lane has pairs of channels (rotary.cuh).
+    const NewRows new_in(qkv, b, kv_heads, kv_head);
+    const float query_factor = growth ? load_l2(growth + position) : 1;
     for (int task = warp; task < (SELECTS && rank == 0 ? GQA_RATIO + 2 : GQA_RATIO); task += WARPS) {
-        const int head = task < GQA_RATIO ? kv_head * GQA_RATIO + task : task * kv_heads + kv_head;
-        const float* from = qkv + ((long long)b * (GQA_RATIO + 2) * kv_heads + head) * HEAD_DIM;
+        const float* from = new_in.row(task);
         const float* norm = task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr;
         NewRow row;
         row.load(from, norm);
@@ -153,7 +154,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         CacheType* cached = (task == GQA_RATIO ? keys : values) + (long long)position * HEAD_DIM;
         const auto put = [&](int c, float x) {
             if (task < GQA_RATIO) {
-                query[task * WIDTH + c] = x;
+                query[task * WIDTH + c] = x * query_factor;
             } else if (c < HEAD_DIM) {
                 const CacheType stored = to_cache_type(x);
                 cached[c] = stored;
@@ -290,6 +291,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     __syncthreads();
 
     float* result = out + sequence * GQA_RATIO * HEAD_DIM;
+    if (sinks_of) sinks_of += kv_head * GQA_RATIO;
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {
         const PartialOutput part = combine_warps(
             warps_with(rows), [&](int w) { return warp_states[w * GQA_RATIO + pair / HALF]; },
@@ -298,7 +300,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         const float4 whole = make_float4(part.sum.first, part.sum.second, part.state.max, part.state.row_sum);
         store_there(address_of_block(parts + rank * SLICE + pair % SLICE, pair / SLICE), whole);
 #else
-        part.store(result, pair);
+        part.store(result, pair, sinks_of, new_in.gates());
 #endif
     }
 #if CLUSTER > 1
@@ -314,7 +316,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
             whole.sum.first += factor * part.x, whole.sum.second += factor * part.y;
             whole.state.row_sum += factor * part.w;
         }
-        whole.store(result, rank * SLICE + i);
+        whole.store(result, rank * SLICE + i, sinks_of, new_in.gates());
     }
 #endif
 #endif

@@ -12,8 +12,8 @@
 //
 // Macros: VECTOR 4 where every row begins at a multiple of 16 bytes, 1 elsewhere; ROUNDS: width / (VECTOR * THREADS),
 //         rounded up; ACTIVATION: number of the gate's function; or HEADS 1 for split_heads, with HEAD_DIM and the
-//         cache's type KV: 1 bfloat16, 2 float16, 3 float32, and ROTARY_DIM (attention/rotary.cuh); NORMED 1: what
-//         add_rows adds is normed first
+//         cache's type KV: 1 bfloat16, 2 float16, 3 float32, ROTARY_DIM and NEIGHBOURS (attention/rotary.cuh),
+//         and OUTPUT_GATES 1 where gates lie behind the queries of each head; NORMED 1: what add_rows adds is normed first
 
 #include "common/common.cuh"
 #include "common/activations.cuh"
@@ -27,6 +27,9 @@
 #endif
 #ifndef HEADS
 #define HEADS 0
+#endif
+#ifndef OUTPUT_GATES
+#define OUTPUT_GATES 0
 #endif
 #ifndef NORMED
 #define NORMED 0
@@ -187,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         finished(other, up + k, known, up_inverse, up_bias ? up_bias + k : nullptr);
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-            v[r][j] = activated(ACTIVATION, v[r][j]) * other[j];
+            v[r][j] = gated(ACTIVATION, v[r][j], other[j]);
             largest = fmaxf(largest, fabsf(v[r][j]));
         }
     }
@@ -212,21 +215,26 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
 // Norm and rotate queries and keys, and append keys and values to the cache.
 //
-// product       float32 [S, heads + 2 kv_heads, HEAD_DIM]: q, then k, then v; factors, `inverse` and bias as above
+// product       float32 [S, heads + 2 kv_heads, HEAD_DIM]: q, then k, then v; factors, `inverse` and bias as above. With
+//               OUTPUT_GATES gates behind the queries of each head, which are left alone
 // q_norm, k_norm  float32 [HEAD_DIM] or null: RMSNorm of every head
 // cos, sin      float32 [context, ROTARY_DIM / 2]; row s is position first + s
+// growth        float32 [context] or null: what queries are multiplied by at each position
 // q             CacheType [S, heads, HEAD_DIM]
 // keys, values  CacheType [kv_heads, context, HEAD_DIM]
 extern "C" __global__ void __launch_bounds__(256)
     split_heads(const float* product, const float* product_factor, float inverse, const float* bias,
-                const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin, int first,
-                int context, int heads, int kv_heads, CacheType* q, CacheType* keys, CacheType* values) {
+                const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin,
+                const float* growth, int first, int context, int heads, int kv_heads, CacheType* q, CacheType* keys,
+                CacheType* values) {
     launch_dependents();
     wait_for_previous();
     const int row = blockIdx.x, lane = threadIdx.x % 32, head = blockIdx.y * 8 + threadIdx.x / 32;
     const int all = heads + 2 * kv_heads;
     if (head >= all) return;
-    const float* from = product + ((u64)row * all + head) * HEAD_DIM;
+    constexpr int MORE = OUTPUT_GATES;  // rows that a query head has beside its queries
+    const int stored = head + MORE * min(head, heads);
+    const float* from = product + ((u64)row * (all + MORE * heads) + stored) * HEAD_DIM;
     const float known = load_l2(product_factor + row);
     float a[LANE_PAIRS], b[LANE_PAIRS];
     float sum = 0;
@@ -238,8 +246,8 @@ extern "C" __global__ void __launch_bounds__(256)
         a[p] = load_l2(from + first_channel(i)) * known * inverse;
         b[p] = load_l2(from + second_channel(i)) * known * inverse;
         if (bias) {
-            a[p] += bias[head * HEAD_DIM + first_channel(i)];
-            b[p] += bias[head * HEAD_DIM + second_channel(i)];
+            a[p] += bias[stored * HEAD_DIM + first_channel(i)];
+            b[p] += bias[stored * HEAD_DIM + second_channel(i)];
         }
         sum += a[p] * a[p] + b[p] * b[p];
     }
@@ -247,6 +255,7 @@ extern "C" __global__ void __launch_bounds__(256)
     const bool rotated = head < heads + kv_heads;
     const float* norm = head < heads ? q_norm : rotated ? k_norm : nullptr;
     const float scale = norm ? 1 / sqrtf(warp_sum(sum) / HEAD_DIM + eps) : 1;
+    const float factor = growth && head < heads ? growth[position] : 1;
     CacheType* to = head < heads ? q + ((u64)row * heads + head) * HEAD_DIM
                     : rotated    ? keys + ((u64)(head - heads) * context + position) * HEAD_DIM
                                  : values + ((u64)(head - heads - kv_heads) * context + position) * HEAD_DIM;
@@ -264,8 +273,8 @@ extern "C" __global__ void __launch_bounds__(256)
             a[p] = old * c - b[p] * s;
             b[p] = b[p] * c + old * s;
         }
-        to[first_channel(i)] = to_cache_type(a[p]);
-        to[second_channel(i)] = to_cache_type(b[p]);
+        to[first_channel(i)] = to_cache_type(a[p] * factor);
+        to[second_channel(i)] = to_cache_type(b[p] * factor);
     }
 }
 #endif

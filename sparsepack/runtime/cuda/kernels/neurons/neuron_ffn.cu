@@ -1,5 +1,5 @@
 // What the listed neurons add up to: of each the record is read once, up . x multiplied by its gate, and so much of the
-// column of down added (KAIROX, section 8).
+// column of down added (KAIROX, section 8). A PLAIN record is the column alone, of which as much is added as the gate is.
 //
 //     entries   e = block, block + blocks, ..     the first counts[0] of a list have their records in `slots`, at
 //               index[e], those up to counts[1] in `host`
@@ -16,7 +16,7 @@
 // Launch: grid (blocks), 32 WARPS threads; shared memory: see products/neurons.py.
 //
 // Macros: INPUTS sequences; GROUPS of two superblocks; ROUNDS, SLICES: WARPS = SLICES * ceil(GROUPS / ROUNDS); SLOTS, BATCH,
-//         PARTS; BULK 0: as before sm_90, without bulk copies
+//         PARTS; PLAIN; BULK 0: as before sm_90, without bulk copies
 
 #ifndef INPUTS
 #define INPUTS 1
@@ -26,6 +26,9 @@
 #define SLOTS 32
 #define BATCH 10
 #define PARTS 2
+#endif
+#ifndef PLAIN
+#define PLAIN 0
 #endif
 #include "neurons/neuron_input.cuh"
 
@@ -41,7 +44,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     __shared__ u64 full[SLOTS];
     __shared__ float inner[INPUTS][BATCH][PARTS];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, hidden = 256 * bands;
-    const int record_bytes = 2 * bands * BLOCK_BYTES;
+    const int record_bytes = (PLAIN ? 1 : 2) * bands * BLOCK_BYTES;
     float* const input = (float*)memory;
     u8* const ring = (u8*)(input + INPUTS * INPUT_FLOATS);
 
@@ -63,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
     for (int i = warp; i < min(own, SLOTS); i += WARPS) fetch(i, i == warp ? its_index : load_l2(index + entry(i)));
 
     // The input, while the records travel.
-    fill_input(input, x, bands, WARPS);
+    if (!PLAIN) fill_input(input, x, bands, WARPS);
     __syncthreads();
 
     const int slice = warp / SLICE_WARPS;
@@ -78,9 +81,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             float dot[INPUTS] = {}, gate[INPUTS];
 #pragma unroll
             for (int b = 0; b < INPUTS; ++b) gate[b] = load_l2(gates + b * stride + entry(i));
-            barrier_wait(full + i % SLOTS, i / SLOTS & 1);
+            if (!PLAIN) barrier_wait(full + i % SLOTS, i / SLOTS & 1);
 #pragma unroll 2
-            for (int group = part; group < GROUPS; group += PARTS) {
+            for (int group = part; !PLAIN && group < GROUPS; group += PARTS) {
                 if (2 * group + lane / 16 < bands) {
                     const Piece piece(up + (2 * group + lane / 16) * BLOCK_BYTES);
                     add_products(dot, piece, input, group);
@@ -88,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
             }
 #pragma unroll
             for (int b = 0; b < INPUTS; ++b) {
-                const float all_of = warp_sum(dot[b]);
+                const float all_of = PLAIN ? part == 0 : warp_sum(dot[b]);
                 if (lane == 0) inner[b][mine][part] = gate[b] * all_of;
             }
         }
@@ -96,9 +99,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 #pragma unroll 1
         for (int j = slice; j < here; j += SLICES) {
             const int i = first + j;
-            barrier_wait(full + i % SLOTS,
-                         i / SLOTS & 1);  // passes at once: who reads has seen that the record is there
-            const u8* down = ring + i % SLOTS * record_bytes + bands * BLOCK_BYTES;
+            // Passes at once, unless PLAIN: who reads has seen that the record is there.
+            barrier_wait(full + i % SLOTS, i / SLOTS & 1);
+            const u8* down = ring + i % SLOTS * record_bytes + (PLAIN ? 0 : bands * BLOCK_BYTES);
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
                 const int group = r * SLICE_WARPS + warp % SLICE_WARPS;

@@ -225,7 +225,7 @@ struct InputChunks {
 #pragma unroll
             for (int r = 0; r < ROUNDS; ++r) {
                 v[b][r] = both[b][r];
-                if (GATED) v[b][r] = __fmul_rn(activated(ACTIVATION, v[b][r]), both[b][VALUES - ROUNDS + r]);
+                if (GATED) v[b][r] = gated(ACTIVATION, v[b][r], both[b][VALUES - ROUNDS + r]);
             }
 #pragma unroll
             for (int r = 0; r < PARTS; ++r) sums.of[b] += both[b][VALUES + r];

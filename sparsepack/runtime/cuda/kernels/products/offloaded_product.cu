@@ -107,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 #pragma unroll
             for (int b = 0; b < INPUTS; ++b) {
                 float& of = v[i][b][0];
-                if (GATED) of = __fmul_rn(activated(ACTIVATION, of), v[i][b][EACH - 1]);
+                if (GATED) of = gated(ACTIVATION, of, v[i][b][EACH - 1]);
                 if (norm) of *= norms[b] * norm[k];
                 if (offset) of -= offset[k];
                 if (!threshold) continue;

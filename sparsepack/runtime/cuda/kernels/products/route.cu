@@ -1,4 +1,4 @@
-// logits = router RMSNorm(x), from which experts are chosen (choose.cuh), for several inputs.
+// logits = router RMSNorm(x) + bias, from which experts are chosen (choose.cuh), for several inputs.
 //
 //     router  float32 [experts, hidden]
 //     x       float32 [inputs, hidden], with partial sums of x^2 [inputs, parts]  ->  logits float32 [inputs, experts]
@@ -21,7 +21,7 @@ static constexpr int THREADS = 256;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     route(const float* __restrict__ router, int hidden, const float* x, const float* norm, float eps,
-          const float* squares, int parts, float* logits) {
+          const float* squares, int parts, const float* bias, float* logits) {
     __shared__ float of_products[THREADS / 32], of_squares[THREADS / 32];
     const int expert = blockIdx.x, input = blockIdx.y;
     const auto column = [](int i) { return i * THREADS + (int)threadIdx.x; };
@@ -31,6 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int k = column(i);
         weight[i] = k < hidden ? router[(u64)expert * hidden + k] * norm[k] : 0;
     }
+    const float of_bias = bias ? bias[expert] : 0;
     const auto at = [&](int i) {
         const int k = column(i), part = column(i - ROUNDS);
         if (i < ROUNDS) return k < hidden ? x + (u64)input * hidden + k : nullptr;
@@ -57,5 +58,5 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     product = square = 0;
 #pragma unroll
     for (int w = 0; w < THREADS / 32; ++w) product += of_products[w], square += of_squares[w];
-    ll_store(logits + input * gridDim.x + expert, product * rsqrtf(square / hidden + eps));
+    ll_store(logits + input * gridDim.x + expert, product * rsqrtf(square / hidden + eps) + of_bias);
 }

@@ -212,7 +212,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, 1) zigzag_batch(
             float v = sum[j * EACH] * row_factor[0] + row_bias[0];
             if (GATE) {
                 const float up = sum[j * EACH + EACH - 1] * row_factor[EACH - 1] + row_bias[EACH - 1];
-                v = __fmul_rn(activated(ACTIVATION, v), up);
+                v = gated(ACTIVATION, v, up);
             } else {
                 v += row_residual[j];
             }

@@ -63,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const float* x, const float* norm, float eps, const float* squares, int parts, const float* threshold,
     const float* offset, const float* scales,
     // what goes out: y [rows] = product + bias + residual, or of half as many rows activation(gate) * up; of y^2 the
-    // sum in each block
+    // sum in each block. bias: [rows], where CHOSEN of each expert
     float* y, const float* bias, const float* residual, float* squares_of_y,
     // sums of active columns, or with planes of the bytes of them that are read; where SCALED, of the weights of inactive
     // ones (column_split.cuh); the blocks' partial sums, every word SENTINEL:
@@ -79,6 +79,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     __shared__ u64 full[RING_STAGES], empty[RING_STAGES];
     __shared__ int listed_k_tiles;
     __shared__ float weight;  // where ADDED
+    __shared__ int chosen;    // where there are biases
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
     const int split = blockIdx.x, tile = blockIdx.y;
     const int slot = CHOSEN ? blockIdx.z % SLOTS : 0, text = CHOSEN ? blockIdx.z / SLOTS : 0;
@@ -115,15 +116,15 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         if (!FLAG_IN_DATA) wait_for_previous();
         const Chosen expert = choose(logits + text * LOGITS, slot);
         pipeline.base += (u64)expert.number * gridDim.y * columns * COLUMN_BYTES;
-        if (ADDED && threadIdx.x == THREADS) {
-            weight = expert.weight;
+        if ((ADDED || bias) && threadIdx.x == THREADS) {
+            weight = expert.weight, chosen = expert.number;
             __threadfence_block();
         }
 #endif
     } else {
         // Constants that are needed later.
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
-        if (!GATE && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
+        if (!GATE && !CHOSEN && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
         if (!GATE && row_scale && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(row_scale + row);
         const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
 #if ADDED && OF_LEVELS
@@ -163,6 +164,9 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     const int real = (GATE ? rows / 2 : rows) - tile * FINISHED;
 
     // What the first of them need besides.
+    const float* expert_bias = nullptr;  // added to the partial sums, times the weight
+    if (CHOSEN && bias) bias += (u64)chosen * rows;
+    if (ADDED) expert_bias = bias, bias = nullptr;
     const auto of_row = [&](const float* from, int r, float otherwise = 0) {
         return !GATE && from && r < min(share.end, real) ? load_l2(from + tile * FINISHED + r) : otherwise;
     };
@@ -230,6 +234,11 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     sync_consumers<THREADS>();
 
     float* tile_workspace = workspace + ((ADDED ? text : blockIdx.z) * gridDim.y + tile) * SHARES * TILE_ROWS;
+    if (ADDED && expert_bias && split == 0) {
+        for (int r = threadIdx.x; r < TILE_ROWS && tile * TILE_ROWS + r < rows; r += THREADS)
+            own[padded_index(r)] += weight * expert_bias[tile * TILE_ROWS + r];
+        sync_consumers<THREADS>();
+    }
     reduce_warps<TILE_ROWS>(own, tile_workspace + number * TILE_ROWS);
     constexpr int EACH = GATE ? 2 : 1;  // sums for a row of y
     float of_squares = 0;
@@ -254,7 +263,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
                 v += bias[row];
                 up += bias[rows / 2 + row];
             }
-            v = __fmul_rn(activated(ACTIVATION, v), up);  // rounded here, as the next kernel will read it
+            v = gated(ACTIVATION, v, up);
         }
         ll_store(y + row, v);
         of_squares += v * v;
