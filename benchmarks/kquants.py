@@ -26,8 +26,8 @@ from benchmarks.shared.timing import json_option, write_figures
 from sparsepack.calibrate.folder import Calibration
 from sparsepack.eval.perplexity import score_windows, summarise
 from sparsepack.eval.subject import TransformersSubject, open_subject
-from sparsepack.models.checkpoint.gguf_config import gguf_names, unpermute_rotary
-from sparsepack.models.family import Family
+from sparsepack.models.checkpoint.gguf_config import gguf_names
+from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
 from sparsepack.packing import PackRequest, pack
 
 TYPES = ("Q4_K_S", "Q3_K_M", "Q3_K_S", "Q2_K")
@@ -48,11 +48,11 @@ class Quantised:
 
 
 def quantised(
-    exact: Path, type: str, family: Family, heads: Mapping[str, int], importance: Mapping[str, Tensor], folder: Path
+    exact: Path, type: str, layout: LlamaCppTensors, importance: Mapping[str, Tensor], folder: Path
 ) -> Quantised:
     """Put a GGUF in F32 through llama.cpp's `type` and back.
 
-    heads      -- of the projections whose rotary pairs lie side by side in llama.cpp's files
+    layout     -- of the model's tensors in llama.cpp's files
     importance -- mean squares of what enters a matrix, float32 [columns] each, by its name in the GGUF; empty: it is
                   quantised without an importance matrix
     folder     -- where the file is made
@@ -73,7 +73,7 @@ def quantised(
     weights: dict[str, Tensor] = {}
     bits = elements = 0
     tensors = gguf.GGUFReader(packed).tensors
-    names = gguf_names(family, len(tensors))
+    names = gguf_names(layout.family, len(tensors))
     for tensor in tensors:
         if not tensor.name.startswith("blk.") or tensor.tensor_type == gguf.GGMLQuantizationType.F32:
             continue
@@ -81,8 +81,7 @@ def quantised(
         elements += tensor.n_elements
         value = torch.from_numpy(gguf.quants.dequantize(tensor.data, tensor.tensor_type).copy())
         name = names[tensor.name]
-        count = heads.get(name.split(".")[-2])
-        weights[name] = unpermute_rotary(value, count) if count else value
+        weights[name] = layout.here(name, value)
     return Quantised(weights, float(bits / elements), packed)
 
 
@@ -120,14 +119,12 @@ def kquant_subjects(
     folder     -- where files stay; None: nowhere
     """
     source = reference.source
-    config = source.config
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+    layout = LlamaCppTensors.of(source.family, source.config)
     with tempfile.TemporaryDirectory(dir=folder) as temporary:
         exact, output = Path(temporary) / "f32.gguf", folder or Path(temporary)
         pack(PackRequest(model, exact, format="f32", output_type="f32", embedding_type="f32"))
-        permuted = heads if source.family.gguf.permuted else {}
         for type in types:
-            made = quantised(exact, type, source.family, permuted, importance or {}, output)
+            made = quantised(exact, type, layout, importance or {}, output)
             yield type, made, replace(reference, source=ChangedWeights(source, made.weights))
 
 

@@ -205,6 +205,19 @@ EXPERTS: dict[str, dict[str, Any]] = {
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
 LLAMA_CPP = [family for family in SMALL if FAMILIES[family].gguf is not None]
 """The families of SMALL that llama.cpp knows."""
+_STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
+    "cwm": {"sliding_window": 512},
+    "qwen3_5_text": _STATES,
+    "qwen3_5_moe_text": {**_STATES, "num_experts_per_tok": 8},
+    "gpt_oss": {
+        "head_dim": 64,
+        "rope_parameters": {**EXPERTS["gpt_oss"]["rope_parameters"], "truncate": True},
+    },
+}
+"""The changes to small models without which llama.cpp refuses them, or computes something else: it knows no windows in
+Llamas, has one number for heads of keys and values in a state, and rounds YaRN's bounds. All experts of a Qwen3.5,
+since of random ones rounding decides which are chosen."""
 ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
 """The families whose residual stream may be written in another basis."""
 

@@ -26,7 +26,8 @@ from benchmarks.shared.shapes import SHARPER
 from sparsepack.formats.blocks.table import type_that_fits
 from sparsepack.formats.llama_cpp.keys import architecture_keys
 from sparsepack.models.checkpoint.experts import part_shapes
-from sparsepack.models.checkpoint.gguf_config import ROUTER, SHARED_GATE, UNQUANTISED, gguf_names
+from sparsepack.models.checkpoint.gguf_config import ROUTER, UNQUANTISED, gguf_names
+from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.hf_config import architecture_of
 from sparsepack.models.hf_model.model import parameter_shapes
@@ -161,19 +162,20 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
     import gguf
 
     a, family = architecture_of(config, None), FAMILIES[config.model_type]
-    shapes = parameter_shapes(config)
-    shapes |= part_shapes(family, shapes)
+    layout, stock = LlamaCppTensors.of(family, config), parameter_shapes(config)
+    both = {**stock, **part_shapes(family, stock)}
+    shapes = {name: layout.shape_there(name, shape) for name, shape in both.items()}
     generator = torch.Generator(device=device).manual_seed(0)
     of_logits = "token_embd.weight" if a.tied else "output.weight"
-    made: dict[str, tuple[np.ndarray, Any]] = {}
+    made: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, Any]] = {}
 
     def tensor(part: str, shape: tuple[int, ...]) -> tuple[np.ndarray, Any]:
         *rows, columns = shape
-        if len(shape) < 2 or part in UNQUANTISED:
-            size = SHARPER * columns**-0.5 if part.startswith(ROUTER) else 1.0
-            ones = torch.ones(shape[-1:] if part.startswith(SHARED_GATE) else shape)
-            random = torch.randn(ones.shape, generator=generator, device=generator.device).cpu()
-            return (size * random if part.startswith(ROUTER) else ones * part.endswith(".weight")).numpy(), None
+        if part in UNQUANTISED:
+            size = (SHARPER if part.startswith(f"{ROUTER}.") else 1.0) * columns**-0.5
+            return (size * torch.randn(shape, generator=generator, device=generator.device)).cpu().numpy(), None
+        if len(shape) < 2 or not part.endswith(".weight"):  # weights of norms, biases, and what a state decays by
+            return np.full(shape, {"weight": 1.0, "bias": 0.0}.get(part.rpartition(".")[2], -1.0), np.float32), None
         type = type_that_fits("Q6_K" if part == of_logits else "Q4_K", columns)
         deviation = {"token_embd.weight": 1.0, of_logits: columns**-0.5}.get(part, 0.1 * columns**-0.5)
         if type == "Q4_K":
@@ -191,9 +193,10 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
         if source not in shapes:
             continue
         part = name.split(".", 2)[-1] if name.startswith("blk.") else name
-        if part not in made:
-            made[part] = tensor(part, shapes[source])
-        weights, type = made[part]
+        key = part, shapes[source]
+        if key not in made:
+            made[key] = tensor(*key)
+        weights, type = made[key]
         writer.add_tensor(name, weights, raw_dtype=type)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

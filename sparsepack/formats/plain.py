@@ -1,6 +1,6 @@
 """The plain GGUF: what stock llama.cpp loads and runs, vocabulary included.
 
-Tensor names, their shapes and the order of q and k rows are llama.cpp's. Beside its keys stand `sparsepack.*` strings
+Tensor names, shapes and the order of rows and columns are llama.cpp's. Beside its keys stand `sparsepack.*` strings
 (hashes, manifest, the model's config.json and tokenizer.json), which it ignores.
 """
 
@@ -48,12 +48,11 @@ from sparsepack.models.checkpoint.gguf_config import (
     UNQUANTISED,
     gguf_config,
     gguf_names,
-    permute_rotary,
-    unpermute_rotary,
 )
+from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
 from sparsepack.models.checkpoint.writer import config_json, tokenizer_config
 from sparsepack.models.families import FAMILIES, family_of
-from sparsepack.models.family import EMBEDDING, HEAD, Family
+from sparsepack.models.family import EMBEDDING, HEAD
 from sparsepack.models.tokenizer.chat import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
@@ -75,22 +74,15 @@ class PlainArtifact(GgufArtifact):
         family = family_of(config.model_type, str(self.path))
         checked_family(config, str(self.path))
         names = {theirs: ours for ours, theirs in gguf_names(family, config.num_hidden_layers).items()}
-        heads = {"q_proj": config.num_attention_heads, "k_proj": family.setting(config, "num_key_value_heads")}
+        tensors = LlamaCppTensors.of(family, config)
 
         def part(name: str) -> Tensor:
-            """One tensor by its Hugging Face name, rotary rows back in Hugging Face's order."""
+            """One tensor by its Hugging Face name."""
             if name == HEAD and names[name] not in self.tensors:
                 name = EMBEDDING
             if names.get(name) not in self.tensors:
                 raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
-            value = self.decoded(names[name]) - family.norm_offset_of(name)
-            if is_shared_gate(family, name):
-                return value[None]
-            if family.gguf is not None and family.gguf.permuted:
-                for projection, count in heads.items():
-                    if f"{projection}." in name:
-                        return unpermute_rotary(value, count)
-            return value
+            return tensors.here(name, self.decoded(names[name]))
 
         def tensor(name: str) -> Tensor:
             return fused_tensor(family, name, part)
@@ -105,7 +97,8 @@ class PlainArtifact(GgufArtifact):
         shapes = checkpoint.source.shapes
         if source not in (*shapes, HEAD) and source not in part_shapes(checkpoint.family, shapes):
             return None
-        return llama_cpp_rows(checkpoint, source, part_tensor(checkpoint.family, source, checkpoint.tensor))
+        value = part_tensor(checkpoint.family, source, checkpoint.tensor)
+        return LlamaCppTensors.of(checkpoint.family, checkpoint.config).there(source, value)
 
     def programs(self) -> Iterator[Program]:
         yield Program("llama.cpp", True, "runs it, dense")
@@ -135,26 +128,6 @@ class PlainArtifact(GgufArtifact):
         return None
 
 
-def is_shared_gate(family: Family, name: str) -> bool:
-    """Whether a tensor is what llama.cpp has as a vector, and transformers as a matrix of one row."""
-    shared = None if family.experts is None else family.experts.shared
-    return shared is not None and name.endswith(f".{shared.gate}.weight")
-
-
-def llama_cpp_rows(checkpoint: Checkpoint, source: str, value: Tensor) -> Tensor:
-    """A Hugging Face tensor as llama.cpp's files have it: rows of q and k of llama models with rotary pairs adjacent,
-    weights of norms as they multiply."""
-    config, gguf = checkpoint.config, checkpoint.family.gguf
-    if is_shared_gate(checkpoint.family, source):
-        return value[0]
-    if offset := checkpoint.family.norm_offset_of(source):
-        return value.float() + offset
-    for projection, heads in (("q_proj", config.num_attention_heads), ("k_proj", config.num_key_value_heads)):
-        if gguf is not None and gguf.permuted and f".{projection}." in source:
-            return permute_rotary(value, heads)
-    return value
-
-
 def opened(file: GgufFile, manifest: Mapping[str, Any]) -> Artifact:
     """A plain GGUF of ours that has been opened."""
     return PlainArtifact(manifest, file)
@@ -168,7 +141,7 @@ def check_model(format: Format, checkpoint: Checkpoint) -> None:
     gguf = checkpoint.family.gguf
     if gguf is not None and gguf.biases is not None:
         for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
-            known = name.split(".")[-2] in gguf.biases
+            known = name.split(".")[-2] in gguf.biases or name.split(".", 2)[-1] in gguf.tensors
             if name.endswith(".bias") and not known and source in checkpoint.source.shapes:
                 raise PackingError(
                     f"{name}: llama.cpp knows no biases in {gguf.architecture} models; "
@@ -267,24 +240,31 @@ def _groups(checkpoint: Checkpoint, types: Mapping[str, str], request: PlanReque
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
     """What encodes a model's sites (`Format.encoder`); what fell back to another type than Q4_K is rounded alone."""
     types = _types(checkpoint, format.matrices.block, [])
+    layout = LlamaCppTensors.of(checkpoint.family, checkpoint.config)
     names = {source: name for name, source in gguf_names(checkpoint.family, checkpoint.layers).items()}
     shapes = _shapes(checkpoint)
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
         tensors, rows, start = {}, {}, 0
-        family = checkpoint.family
+        family = checkpoint.architecture.family(layer)
         whole = [f"{family.block(layer)}.{part}.weight" for part in family.projections[site]]
         sources = [part for name in whole for part in part_shapes(family, {name: shapes[name]}) or (name,)]
         kind = types[names[sources[0]]]  # of all of them: it follows from the number of columns
+        columns = layout.columns(sources[0])
+        if columns is not None:
+            weight, inputs = weight[:, columns], None if inputs is None else inputs.permuted(columns)
         if inputs is None or kind != "Q4_K":
             blocks = BLOCKS[kind].encode(weight)
         else:
             blocks = gptq.q4_k_rows(weight, inputs)
         for source in sources:
             rows[names[source]] = slice(start, start + shapes[source][0])
-            tensors[names[source]] = llama_cpp_rows(checkpoint, source, blocks[rows[names[source]]])
+            stored = blocks[rows[names[source]]]
+            order = layout.rows(source, len(stored))
+            tensors[names[source]] = stored if order is None else stored[order]
             start = rows[names[source]].stop
-        return EncodedSite(tensors, BLOCKS[kind].decode(blocks), rows)
+        decoded = BLOCKS[kind].decode(blocks)
+        return EncodedSite(tensors, decoded if columns is None else decoded[:, columns.argsort()], rows)
 
     return encode
 
@@ -295,7 +275,7 @@ def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str
     for name, source in gguf_names(checkpoint.family, checkpoint.layers).items():
         shape = shapes.get(source, ())
         part = name.split(".", 2)[-1]
-        if name.startswith("blk.") and len(shape) > 1 and part not in UNQUANTISED:
+        if part.endswith(".weight") and name.startswith("blk.") and len(shape) > 1 and part not in UNQUANTISED:
             kinds[name], said[part] = fallen_back(type, shape[-1], f"blk.*.{part}")
     notes += [note for note in said.values() if note]
     return kinds
@@ -303,13 +283,14 @@ def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str
 
 def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:
     value = part_tensor(checkpoint.family, source, checkpoint.tensor)
-    if value.dim() < 3:
-        return BLOCKS[kind].encode(llama_cpp_rows(checkpoint, source, stacked_on(device, [value])))
+    layout = LlamaCppTensors.of(checkpoint.family, checkpoint.config)
+    if len(layout.shape_there(source, tuple(value.shape))) < 3:
+        return BLOCKS[kind].encode(layout.there(source, stacked_on(device, [value])))
     return torch.stack([BLOCKS[kind].encode(stacked_on(device, [matrix])) for matrix in value])  # an expert at a time
 
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The tensors as llama.cpp has them, by the names that `gguf_names` gives: those of experts in parts."""
     shapes = {**checkpoint.source.shapes, **part_shapes(checkpoint.family, checkpoint.source.shapes)}
-    vectors = {name: shape[1:] for name, shape in shapes.items() if is_shared_gate(checkpoint.family, name)}
-    return shapes | vectors
+    layout = LlamaCppTensors.of(checkpoint.family, checkpoint.config)
+    return {name: layout.shape_there(name, shape) for name, shape in shapes.items()}

@@ -215,6 +215,25 @@ POST_NORM_PARTS = MappingProxyType(
     }
 )
 """Norms and parts where attention and MLP have a norm behind them, and none before."""
+EXPERT_PARTS = MappingProxyType(
+    {
+        **{ours: theirs for ours, theirs in GGUF_PARTS.items() if not ours.startswith("ffn_") or ours == "ffn_norm"},
+        "ffn_gate_inp": "mlp.gate",
+        "ffn_gate_exps": "mlp.experts.gate_proj",
+        "ffn_up_exps": "mlp.experts.up_proj",
+        "ffn_down_exps": "mlp.experts.down_proj",
+    }
+)
+SHARED_EXPERT_PARTS = MappingProxyType(
+    {
+        **EXPERT_PARTS,
+        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
+        "ffn_up_shexp": "mlp.shared_expert.up_proj",
+        "ffn_down_shexp": "mlp.shared_expert.down_proj",
+    }
+)
+"""Parts of blocks whose MLPs are mixtures of experts, without and with a shared one."""
 
 
 @dataclass(frozen=True)
@@ -224,6 +243,7 @@ class LlamaCpp:
     architecture   -- its name there
     permuted       -- q and k rows have rotary pairs adjacent; Hugging Face keeps the halves apart
     parts          -- name of a part of a block -> module
+    tensors        -- name of a tensor of a block -> the tensor, of what is no module's weight or bias
     biases         -- parts of which it knows biases; None: all
     head           -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
     transformers   -- transformers reads such GGUFs
@@ -240,11 +260,13 @@ class LlamaCpp:
                       sqrt(head_dim)
     scalings       -- types of rotary scaling that need factors, as far as it has them there
     normalised     -- it makes the weights of the chosen experts add up to one
+    whole_bounds   -- models have YaRN's ramp between bounds as they are, it between whole numbers
     """
 
     architecture: str
     permuted: bool = False
     parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
+    tensors: Mapping[str, str] = field(default_factory=dict)
     biases: tuple[str, ...] | None = None
     head: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -260,6 +282,7 @@ class LlamaCpp:
     wide: int = 0
     scalings: tuple[str, ...] = ()
     normalised: bool = True
+    whole_bounds: bool = False
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ layer."""
 from types import MappingProxyType
 
 from sparsepack.models.blocks import CLAMPED_SWIGLU
-from sparsepack.models.family import PROJECTIONS, Experts, Family
+from sparsepack.models.family import EXPERT_PARTS, PROJECTIONS, Experts, Family, LlamaCpp
 
 _EXPERTS = Experts(
     "mlp.experts",
@@ -17,9 +17,26 @@ _EXPERTS = Experts(
 )
 _IN, _MID = _EXPERTS.parameters
 
+_LLAMA_CPP = LlamaCpp(
+    "gpt-oss",
+    parts=MappingProxyType(
+        {
+            **{ours: theirs for ours, theirs in EXPERT_PARTS.items() if ours != "ffn_norm"},
+            "post_attention_norm": "post_attention_layernorm",
+            "ffn_gate_inp": "mlp.router",
+        }
+    ),
+    tensors=MappingProxyType({"attn_sinks.weight": "self_attn.sinks"}),
+    transformers=False,
+    activation=CLAMPED_SWIGLU,
+    window_every=2,
+    whole_bounds=True,
+)
+
 FAMILIES = (
     Family(
         "gpt_oss",
+        _LLAMA_CPP,
         projections=MappingProxyType({**PROJECTIONS, "mlp_in": (_IN,), "mlp_mid": (_MID,)}),
         fields=MappingProxyType({"hidden_act": ""}),
         slides=True,

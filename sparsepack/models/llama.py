@@ -12,7 +12,7 @@ FAMILIES = (
     Family("llama", LLAMA_CPP),
     Family("mistral", LLAMA_CPP, slides=True),
     Family("ministral", LLAMA_CPP, slides=True),
-    Family("cwm", slides=True),
+    Family("cwm", LLAMA_CPP, slides=True),
     Family(
         "ministral3",
         LlamaCpp(

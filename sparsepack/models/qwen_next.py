@@ -2,14 +2,52 @@
 with an output gate and a rotary embedding of a part of each head; (1 + w) in norms, but for the one within a delta
 net."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from sparsepack.models.family import PROJECTIONS, QK_NORMS, DeltaNetNames, Experts, Family, SharedExpert
+from sparsepack.models.family import (
+    GGUF_PARTS,
+    PROJECTIONS,
+    QK_NORMS,
+    SHARED_EXPERT_PARTS,
+    DeltaNetNames,
+    Experts,
+    Family,
+    LlamaCpp,
+    SharedExpert,
+)
+
+_STATE_PARTS = MappingProxyType(
+    {
+        "attn_qkv": "linear_attn.in_proj_qkv",
+        "attn_gate": "linear_attn.in_proj_z",
+        "ssm_beta": "linear_attn.in_proj_b",
+        "ssm_alpha": "linear_attn.in_proj_a",
+        "ssm_conv1d": "linear_attn.conv1d",
+        "ssm_norm": "linear_attn.norm",
+        "ssm_out": "linear_attn.out_proj",
+    }
+)
+
+
+def _parts(parts: Mapping[str, str]) -> Mapping[str, str]:
+    others = {ours: theirs for ours, theirs in parts.items() if ours != "ffn_norm"}
+    return MappingProxyType({**others, **_STATE_PARTS, "post_attention_norm": "post_attention_layernorm"})
+
 
 _EXPERTS = Experts("mlp.experts", "mlp.gate", "mlp", ("gate_proj", "up_proj", "down_proj"), shared=SharedExpert())
+_LLAMA_CPP = LlamaCpp(
+    "qwen35",
+    parts=_parts(GGUF_PARTS),
+    tensors=MappingProxyType({"ssm_a": "linear_attn.A_log", "ssm_dt.bias": "linear_attn.dt_bias"}),
+    biases=(),
+    transformers=False,
+    parts_of_heads=True,
+)
 _DENSE = Family(
     "qwen3_5_text",
+    _LLAMA_CPP,
     norms=QK_NORMS,
     norm_offset=1.0,
     delta_net=DeltaNetNames(),
@@ -26,6 +64,7 @@ FAMILIES = (
     replace(
         _DENSE,
         model_type="qwen3_5_moe_text",
+        gguf=replace(_LLAMA_CPP, architecture="qwen35moe", parts=_parts(SHARED_EXPERT_PARTS)),
         projections=MappingProxyType({**PROJECTIONS, "mlp_in": (_IN, *_SHARED_IN), "mlp_mid": (_MID, *_SHARED_MID)}),
         fields=MappingProxyType({"intermediate_size": "moe_intermediate_size"}),
         experts=_EXPERTS,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from artifacts_for_tests import write_zigzag
-from models_for_tests import SMALL, make_model
+from models_for_tests import AS_LLAMA_CPP, LLAMA_CPP, SMALL, make_model
 from small_rules import rules
 
 import sparsepack
@@ -22,6 +22,20 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     folders = {family: make_model(folder / family, family) for family in SMALL}
     folders["odd"] = make_model(folder / "odd", "llama", **ODD)
     return {name: open_checkpoint(path) for name, path in folders.items()}
+
+
+@pytest.fixture(scope="session")
+def llama_cpp_checkpoints(
+    checkpoints: dict[str, Checkpoint], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Checkpoint]:
+    """One small random checkpoint per family that llama.cpp knows, as it takes them."""
+    folder = tmp_path_factory.mktemp("models")
+    made = {
+        family: open_checkpoint(make_model(folder / family, family, **AS_LLAMA_CPP[family]))
+        for family in LLAMA_CPP
+        if family in AS_LLAMA_CPP
+    }
+    return {family: made.get(family, checkpoints[family]) for family in LLAMA_CPP}
 
 
 @pytest.fixture(scope="session")

@@ -9,7 +9,7 @@ import torch
 from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from codec_cases import relative_error
 from forged import edited, forge
-from models_for_tests import EXPERTS, make_model
+from models_for_tests import AS_LLAMA_CPP, EXPERTS, make_model
 
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError
 from sparsepack.formats.containers.gguf import u32
@@ -45,6 +45,18 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     folder = tmp_path_factory.mktemp("experts")
     kinds = {family: (family, {}) for family in EXPERTS} | ODD
     return {name: open_checkpoint(make_model(folder / name, of, **more)) for name, (of, more) in kinds.items()}
+
+
+@pytest.fixture(scope="module")
+def known(tmp_path_factory: pytest.TempPathFactory, checkpoints: dict[str, Checkpoint]) -> dict[str, Checkpoint]:
+    """As llama.cpp takes them."""
+    folder = tmp_path_factory.mktemp("known")
+    made = {
+        name: open_checkpoint(make_model(folder / name, name, **AS_LLAMA_CPP[name]))
+        for name in KNOWN
+        if name in AS_LLAMA_CPP
+    }
+    return checkpoints | made
 
 
 def rules() -> dict[tuple[int, str], SiteRule]:
@@ -157,13 +169,14 @@ def test_what_llama_cpp_would_compute_otherwise_is_refused(
     "name", [pytest.param(name, marks=[pytest.mark.long][: name in ("olmoe", "odd")]) for name in (*KNOWN, *ODD)]
 )
 def test_llama_cpp_runs_experts_with_the_same_top_tokens(
-    checkpoints: dict[str, Checkpoint], tmp_path: Path, name: str
+    known: dict[str, Checkpoint], tmp_path: Path, name: str
 ) -> None:
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of this test")
     from plain_model import both_logits, disagreement
 
-    checkpoint = checkpoints[name]
-    for type, most, least in (("f32", 1e-3, 0.98), ("q4_k", 0.08, 0.9)):
+    checkpoint = known[name]
+    states = checkpoint.family.delta_net is not None  # which keep errors
+    for type, most, least in (("f32", 1e-3, 0.98), ("q4_k", 0.1 if states else 0.08, 0.8 if states else 0.9)):
         path = tmp_path / f"{type}.gguf"
         notes = write_plain(checkpoint, path, type=type)
         # Down is Q5_0, by ggml's rules, and that of a shared expert.
@@ -184,9 +197,9 @@ def test_llama_cpp_runs_experts_with_the_same_top_tokens(
 
 @pytest.mark.parametrize("name", KNOWN)
 def test_a_gguf_of_llama_cpps_converter_is_the_same_model(
-    checkpoints: dict[str, Checkpoint], tmp_path: Path, name: str
+    known: dict[str, Checkpoint], tmp_path: Path, name: str
 ) -> None:
-    checkpoint = checkpoints[name]
+    checkpoint = known[name]
     plan = FORMATS["bf16"].plan(checkpoint, PlanRequest())
     assert isinstance(plan, GgufPlan)
     foreign = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
@@ -194,9 +207,23 @@ def test_a_gguf_of_llama_cpps_converter_is_the_same_model(
     found = open_checkpoint(tmp_path / "m.gguf")
     assert found.family is checkpoint.family
     assert found.architecture.experts == checkpoint.architecture.experts
+    assert found.architecture.blocks == checkpoint.architecture.blocks
     assert set(found.source.shapes) == set(checkpoint.source.shapes) - {"lm_head.weight"} or not checkpoint.tied
     for tensor in found.source.shapes:
-        assert torch.equal(found.tensor(tensor).float(), checkpoint.tensor(tensor).float()), tensor
+        tolerance = 1e-6 if tensor.endswith("A_log") else 0.0  # of which a file has exponentials
+        ours, theirs = found.tensor(tensor).float(), checkpoint.tensor(tensor).float()
+        assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), tensor
+
+
+def test_a_gpt_oss_keeps_the_bounds_of_its_rotary_scaling(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:
+    checkpoint = checkpoints["gpt_oss"]
+    plan = FORMATS["bf16"].plan(checkpoint, PlanRequest())
+    assert any("rounds the bounds" in note for note in plan.notes)
+    assert isinstance(plan, GgufPlan)
+    foreign = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
+    dataclasses.replace(plan, values=foreign).write(tmp_path / "m.gguf")
+    found = open_checkpoint(tmp_path / "m.gguf").architecture
+    assert found.inv_freq == pytest.approx(checkpoint.architecture.inv_freq, rel=1e-6)
 
 
 def test_a_gguf_with_experts_of_an_unknown_kind_is_one_line(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:

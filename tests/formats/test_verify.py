@@ -36,11 +36,14 @@ def test_zigzag_files_are_their_models(checkpoints: Checkpoints, zigzag_files: F
 
 
 @each_value({"kind": ["q4_k", "f16", "bf16", "f32"], "family": LLAMA_CPP})
-def test_plain_files_are_their_models(checkpoints: Checkpoints, tmp_path: Path, family: str, kind: str) -> None:
-    write_plain(checkpoints[family], tmp_path / "m.gguf", type=kind)
-    report = verify(tmp_path / "m.gguf", checkpoints[family])
+def test_plain_files_are_their_models(
+    llama_cpp_checkpoints: Checkpoints, tmp_path: Path, family: str, kind: str
+) -> None:
+    checkpoint = llama_cpp_checkpoints[family]
+    write_plain(checkpoint, tmp_path / "m.gguf", type=kind)
+    report = verify(tmp_path / "m.gguf", checkpoint)
     assert report.passed, report.problems
-    shapes = checkpoints[family].source.shapes
+    shapes = checkpoint.source.shapes
     assert len(report.tensors) == len(shapes) + len(part_shapes(FAMILIES[family], shapes)) // 2
 
 

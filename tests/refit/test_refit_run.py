@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from models_for_tests import TEXT, make_model
+from models_for_tests import AS_LLAMA_CPP, TEXT, make_model
 from torch import Tensor
 
 from sparsepack.calibrate.collect import CalibrateOptions
@@ -215,6 +215,21 @@ def test_formats_without_thresholds_quantise_with_error_feedback(tmp_path: Path,
         assert (rows["blk.0.attn_in"]["changes"], rows["blk.0.attn_in"]["error"]) == ({}, 0)
     else:
         assert rows["blk.0.attn_in"]["changes"].keys() == {f"blk.0.attn_{part}.weight" for part in "qkv"}
+
+
+def test_error_feedback_knows_llama_cpps_order_of_value_heads(tmp_path: Path) -> None:
+    """Their rows and columns stand in another order there, with their inputs."""
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "qwen3_5_text", **AS_LLAMA_CPP["qwen3_5_text"]))
+    calibrate(checkpoint, Text("t", (TEXT[:20_000],), ""), tmp_path / "c", CalibrateOptions(context=64, samples=16))
+    request = PackRequest(
+        str(checkpoint.path), tmp_path / "m.gguf", "q4_k", calibration=tmp_path / "c", fitting=GPTQ, keep=None
+    )
+    pack(request)
+    assert verify(request.output, checkpoint).problems == ()
+    rows = {row["site"]: row for row in describe(request.output)["refit"]["sites"]}
+    assert all(row["error"] < row["error_before"] for row in rows.values())
+    assert rows["blk.0.attn_in"]["changes"].keys() == {"blk.0.attn_qkv.weight", "blk.0.attn_gate.weight"}
+    assert rows["blk.0.attn_out"]["changes"].keys() == {"blk.0.ssm_out.weight"}
 
 
 @pytest.mark.parametrize("options", [GPTQ, BOTH], ids=["gptq", "both"])

@@ -71,6 +71,8 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
     }
     if architecture.experts is not None:
         keys |= _expert_keys(architecture, config, runs)
+    if architecture.delta_net is not None:
+        keys |= _state_keys(architecture, kind)
     window = max(architecture.sliding_windows, default=0)
     keys |= {key: f32(_field(config, name) or 0.0) for key, name in runs.keys.items()}
     if "final_logit_softcapping" not in runs.keys and (architecture.attention_cap or architecture.logit_cap):
@@ -107,6 +109,11 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
             f"and keys of all layers{f' but every {every}th' if runs.rope_every else ''}; {_INSTEAD}"
         )
     keys |= _rotary_keys(architecture, rope, runs)
+    if not rope.get("truncate", True):
+        notes.append(
+            f"llama.cpp rounds the bounds between which 'yarn' scales frequencies in {kind} models: logits differ a "
+            "little from the model's"
+        )
     return {f"{kind}.{key}": value for key, value in keys.items()}, notes
 
 
@@ -137,7 +144,36 @@ def _expert_keys(architecture: Architecture, config: Any, runs: LlamaCpp) -> dic
         "expert_count": u32(numbers.count),
         "expert_used_count": u32(numbers.used),
         "expert_feed_forward_length": u32(architecture.intermediate),
-        "feed_forward_length": u32(config.intermediate_size),
+        "feed_forward_length": u32(getattr(config, "intermediate_size", architecture.intermediate)),
+    }
+
+
+def _state_keys(architecture: Architecture, kind: str) -> dict[str, KeyValue]:
+    """The keys of blocks that keep a state, and of the others how many there are."""
+    numbers, layers = architecture.delta_net, range(architecture.layers)
+    assert numbers is not None
+    if numbers.key_dim != numbers.value_dim:
+        raise PackingError(
+            f"heads of {numbers.key_dim} and {numbers.value_dim} channels in a delta net: in {kind} models llama.cpp "
+            f"has one number for both; {_INSTEAD}"
+        )
+    every = architecture.attention_layers[0] + 1
+    if architecture.attention_layers != tuple(layers[every - 1 :: every]):
+        raise PackingError(
+            f"attention in layers {', '.join(map(str, architecture.attention_layers))}: in {kind} models llama.cpp has "
+            f"it in one layer of so many; {_INSTEAD}"
+        )
+    turned = len(architecture.inv_freq)
+    # Channels in turns by time, height and width, which are the same in text.
+    sections = [(turned + 2 - axis) // 3 for axis in range(3)]
+    return {
+        "ssm.conv_kernel": u32(numbers.taps),
+        "ssm.state_size": u32(numbers.key_dim),
+        "ssm.group_count": u32(numbers.key_heads),
+        "ssm.time_step_rank": u32(numbers.value_heads),
+        "ssm.inner_size": u32(numbers.values),
+        "full_attention_interval": u32(every),
+        "rope.dimension_sections": ([*sections, 0], GGUFValueType.ARRAY, GGUFValueType.INT32),
     }
 
 
@@ -178,12 +214,12 @@ def _rotary_keys(architecture: Architecture, rope: Mapping[str, Any], runs: Llam
     if scaling in ("linear", "yarn"):
         keys |= {"rope.scaling.type": string(scaling), "rope.scaling.factor": f32(_factor(architecture, rope))}
     if scaling == "yarn":
-        keys |= _yarn_keys(architecture, rope)
+        keys |= _yarn_keys(architecture, rope, runs)
     return keys
 
 
-def _yarn_keys(architecture: Architecture, rope: Mapping[str, Any]) -> dict[str, KeyValue]:
-    if not rope.get("truncate", True):
+def _yarn_keys(architecture: Architecture, rope: Mapping[str, Any], runs: LlamaCpp) -> dict[str, KeyValue]:
+    if not rope.get("truncate", True) and not runs.whole_bounds:
         raise PackingError(f"rotary scaling 'yarn' without truncation: llama.cpp always truncates; {_INSTEAD}")
     keys = {
         "rope.scaling.original_context_length": u32(rope["original_max_position_embeddings"]),

@@ -339,8 +339,7 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     family = checked_family(config, name)
     stored: StoredSource
     if file is not None:
-        heads, kv_heads = config.num_attention_heads, family.setting(config, "num_key_value_heads")
-        stored = GgufSource(file, family, config.num_hidden_layers, heads, kv_heads)
+        stored = GgufSource(file, family, config)
     else:
         in_files = SafetensorsSource(path, family.decoder, described.part, tuple(family.left_out))
         for begins, what in family.left_out.items():
@@ -359,7 +358,10 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
             f"output matrix is {found}: the tensors count"
         )
     if family.has_row and (experts := _expert_numbers(config, name)) is not None:
-        source = ordered_source(experts_source(source, family, experts.count, name), family)
+        if file is not None and family.experts is not None and family.experts.biased:
+            source = fused_source(source, family)
+        source = experts_source(source, family, experts.count, name)
+        source = ordered_source(source, family) if file is None else source
     elif file is not None and family.split:
         source = fused_source(source, family)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text

@@ -15,6 +15,16 @@ from sparsepack.models.checkpoint.sources import Entries, MadeSource, TensorSour
 from sparsepack.models.family import MLP_MID, Experts, Family
 
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+_BIASES = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
+_BIAS = "_bias"
+_OF_PARAMETERS = {
+    Experts.GATE_UP: PARTS[:2],
+    Experts.DOWN: PARTS[2:],
+    f"{Experts.GATE_UP}{_BIAS}": _BIASES[:2],
+    f"{Experts.DOWN}{_BIAS}": _BIASES[2:],
+}
+"""A parameter of experts -> the parts that it is made of, whose rows it has one after the other: of matrices [experts,
+rows, columns], of biases [experts, rows]."""
 
 Shape = tuple[int, ...]
 
@@ -43,9 +53,20 @@ def part_shapes(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]
     for name, shape in shapes.items():
         module, of = _parameter(family, name)
         for part in of:
-            *count, rows, columns = shape
-            found[f"{module}.{part}"] = (*count, rows // len(of), columns)
+            found[f"{module}.{part}"] = _times(shape, part, 1, len(of))
     return found
+
+
+def _rows(part: str) -> int:
+    """The dimension of a part that its rows are in."""
+    return -1 if part.endswith(".bias") else -2
+
+
+def _times(shape: Shape, part: str, times: int, parts: int = 1) -> Shape:
+    """A shape with so many times the rows, divided by `parts`."""
+    changed = list(shape)
+    changed[_rows(part)] = times * changed[_rows(part)] // parts
+    return tuple(changed)
 
 
 def part_tensor(family: Family, name: str, tensor: Callable[[str], torch.Tensor]) -> torch.Tensor:
@@ -54,14 +75,16 @@ def part_tensor(family: Family, name: str, tensor: Callable[[str], torch.Tensor]
     if whole == name:
         return tensor(name)
     module, of = _parameter(family, whole)
-    return tensor(whole).chunk(len(of), -2)[of.index(name.removeprefix(f"{module}."))]
+    part = name.removeprefix(f"{module}.")
+    return tensor(whole).chunk(len(of), _rows(part))[of.index(part)]
 
 
 def _whole(family: Family, name: str) -> str:
     """The tensor of the stock model that a part is of; any other tensor itself."""
     module, _, part = name.rpartition(".experts.") if family.experts else ("", "", "")
-    if part in PARTS:
-        return f"{module}.experts.{Experts.DOWN if part == PARTS[2] else Experts.GATE_UP}"
+    for parameter, parts in _OF_PARAMETERS.items():
+        if part in parts:
+            return f"{module}.experts.{parameter}"
     for projection, parts in family.split.items():
         module, _, last = name.removesuffix(".weight").rpartition(".")
         if last in parts and f".{module}".endswith(f".{projection.rpartition('.')[0]}"):
@@ -73,16 +96,16 @@ def fused_tensor(family: Family, name: str, part: Callable[[str], torch.Tensor])
     """The inverse of `part_tensor`: a tensor by the stock model's name, where `part` gives the parts, and all that is
     no expert's."""
     module, of = _parameter(family, name)
-    return torch.cat([part(f"{module}.{each}") for each in of], -2) if of else part(name)
+    return torch.cat([part(f"{module}.{each}") for each in of], _rows(of[0])) if of else part(name)
 
 
 def fused_source(source: TensorSource, family: Family) -> TensorSource:
-    """A source of a GGUF whose split projections are whole, as the stock model has them."""
+    """A source of a GGUF whose split projections and experts are whole, as the stock model has them but for the order
+    of experts (`ordered_source`)."""
     entries: dict[str, tuple[torch.dtype, Shape]] = {}
     for name, (dtype, shape) in entries_of(source).items():
         whole = _whole(family, name)
-        parts = 1 if whole == name else len(_parameter(family, whole)[1])
-        entries[whole] = dtype, (parts * shape[0], *shape[1:])
+        entries[whole] = dtype, shape if whole == name else _times(shape, name, len(_parameter(family, whole)[1]))
     return MadeSource(source, entries, lambda name: fused_tensor(family, name, source.tensor))
 
 
@@ -95,7 +118,7 @@ def _parameter(family: Family, name: str) -> tuple[str, tuple[str, ...]]:
             return module.rpartition(".")[0], tuple(f"{part}.weight" for part in parts)
     if family.experts is None or not module.endswith(f".{family.experts.module}"):
         return module, ()
-    return module, {Experts.GATE_UP: PARTS[:2], Experts.DOWN: PARTS[2:]}.get(parameter, ())
+    return module, _OF_PARAMETERS.get(parameter, ())
 
 
 def experts_source(source: TensorSource, family: Family, count: int, name: str) -> MadeSource:

@@ -4,7 +4,7 @@ transformers' own reader of GGUF configurations leaves out head sizes that diffe
 sliding windows and biases: such models would load, and be others. Here every key that llama.cpp's converter writes for
 the supported families is read, and what cannot be expressed is refused.
 
-llama.cpp's tensor names and rotary row order, beside Hugging Face's.
+llama.cpp's tensor names beside Hugging Face's; what it has in those tensors is in `llama_cpp_tensors`.
 """
 
 import json
@@ -12,14 +12,13 @@ import math
 from typing import Any
 
 import numpy as np
-import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import check_fields, config_of
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import Experts, Family, LlamaCpp
+from sparsepack.models.family import DeltaNetNames, Experts, Family, LlamaCpp
 
 _OUTSIDE = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -31,9 +30,9 @@ ROUTER = "ffn_gate_inp"
 """llama.cpp's name of what chooses among experts, which it never quantises."""
 
 SHARED_GATE = "ffn_gate_inp_shexp"
-"""llama.cpp's name of what says how much of a shared expert a token has: a vector there, a matrix of one row here."""
+"""llama.cpp's name of what says how much of a shared expert a token has."""
 
-UNQUANTISED = (f"{ROUTER}.weight", f"{SHARED_GATE}.weight")
+UNQUANTISED = (f"{ROUTER}.weight", f"{SHARED_GATE}.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight")
 """These matrices of blocks stay in F32."""
 
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -49,21 +48,13 @@ def gguf_names(family: Family, layers: int) -> dict[str, str]:
         for ours, theirs in parts.items():
             for part in ("weight", "bias"):
                 names[f"blk.{layer}.{ours}.{part}"] = f"{family.block(layer)}.{theirs}.{part}"
+        for ours, theirs in ({} if family.gguf is None else family.gguf.tensors).items():
+            names[f"blk.{layer}.{ours}"] = f"{family.block(layer)}.{theirs}"
     return names
 
 
-def permute_rotary(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Hugging Face's row order (halves of a rotary pair apart) to llama.cpp's (pairs adjacent).
-
-    rows: [heads * head_dim, ...], a weight or a bias of a q or k projection.
-    """
-    return rows.reshape(heads, 2, -1, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
-
-def unpermute_rotary(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """The inverse of `permute_rotary`."""
-    return rows.reshape(heads, -1, 2, *rows.shape[1:]).transpose(1, 2).reshape(rows.shape)
-
+STATE_INTERVAL = 4
+"""llama.cpp takes one block of so many for one with attention where a file does not say it."""
 
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""
@@ -114,7 +105,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         values = _values(file, f"{kind}.", family, gguf)
         if family.experts is not None:
             values |= _expert_values(file, f"{kind}.", family, family.experts, gguf.normalised)
-        check_fields(values, f"{name}: ")
+        check_fields({**values, "model_type": family.model_type}, f"{name}: ")
         config = AutoConfig.for_model(family.model_type, **values)
     except CheckpointError:
         raise
@@ -140,6 +131,8 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
         raise TypeError("rope.scaling.finetuned = false: no rotary embedding")
     rope = _rope(keys, file, head_dim)
     rope |= {name.rpartition(".")[2]: keys[key] for key, name in gguf.keys.items() if key in keys and "." in name}
+    if gguf.whole_bounds and rope["rope_type"] == "yarn":
+        rope["truncate"] = False
     if family.local_rotary:
         base = keys.get("rope.freq_base_swa", gguf.local_base or rope["rope_theta"])
         local = {"rope_type": "default", "rope_theta": base}
@@ -147,8 +140,9 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
     return {
         **{name: keys[key] or None for key, name in gguf.keys.items() if key in keys and "." not in name},
         **({gguf.head_field: head_dim} if gguf.head_field else {}),
+        **_state_values(keys, family.delta_net),
         "hidden_size": hidden,
-        "intermediate_size": keys["feed_forward_length"],
+        **({"intermediate_size": keys["feed_forward_length"]} if "feed_forward_length" in keys else {}),
         "num_hidden_layers": keys["block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": keys.get("attention.head_count_kv", heads),
@@ -169,8 +163,20 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
     }
 
 
+def _state_values(keys: dict[str, Any], names: DeltaNetNames | None) -> dict[str, Any]:
+    """What a configuration says of blocks that keep a state."""
+    if names is None:
+        return {}
+    head = keys["ssm.state_size"]
+    numbers = keys["ssm.group_count"], keys["ssm.time_step_rank"], head, head, keys["ssm.conv_kernel"]
+    every = keys.get("full_attention_interval", STATE_INTERVAL)
+    kinds = [names.kind if (layer + 1) % every else "full_attention" for layer in range(keys["block_count"])]
+    return {**dict(zip(names.fields, numbers, strict=True)), "layer_types": kinds}
+
+
 def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts, normalised: bool) -> dict[str, Any]:
-    width = file.metadata.get(f"{prefix}expert_feed_forward_length", file.metadata[f"{prefix}feed_forward_length"])
+    own = f"{prefix}expert_feed_forward_length"
+    width = file.metadata[own if own in file.metadata else f"{prefix}feed_forward_length"]
     shared = experts.shared
     for name, plain in _PLAIN_ROUTER.items():
         if (value := file.metadata.get(f"{prefix}{name}")) not in (None, 0, plain):

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,7 +14,8 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combine_digests
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, SHARED_GATE, gguf_names, unpermute_rotary
+from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, gguf_names
+from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.family import Family
 
@@ -158,14 +159,13 @@ def check_finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 class GgufSource:
-    """A GGUF, quantised or not: names and the rotary row order are translated back to Hugging Face's."""
+    """A GGUF, quantised or not: names, orders and shapes are translated back to Hugging Face's."""
 
-    def __init__(self, file: GgufFile, family: Family, layers: int, heads: int, kv_heads: int) -> None:
-        self._file, self._family = file, family
+    def __init__(self, file: GgufFile, family: Family, config: Any) -> None:
+        self._file, self._tensors = file, LlamaCppTensors.of(family, config)
         self._hash = SourceHash(file.paths, combine_digests if file.others else "".join)  # of one file its own
-        self._heads = {"q_proj": heads, "k_proj": kv_heads} if family.gguf is not None and family.gguf.permuted else {}
         self._gguf_name: dict[str, str] = {}
-        known = gguf_names(family, layers)
+        known = gguf_names(family, config.num_hidden_layers)
         for name, info in file.tensors.items():
             if name in ROTARY_FACTORS:
                 continue  # derived from the config; transformers computes it again
@@ -193,16 +193,13 @@ class GgufSource:
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return {name: self._shape(gguf) for name, gguf in self._gguf_name.items()}
+        stored = {name: self._file.tensors[gguf].shape for name, gguf in self._gguf_name.items()}
+        return {name: self._tensors.shape_here(name, shape) for name, shape in stored.items()}
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         types = {name: self._file.tensors[gguf].type for name, gguf in self._gguf_name.items()}
         return {name: GGUF_DTYPES.get(kind, torch.float32) for name, kind in types.items()}
-
-    def _shape(self, gguf_name: str) -> tuple[int, ...]:
-        shape = self._file.tensors[gguf_name].shape
-        return (1, *shape) if gguf_name.endswith(f"{SHARED_GATE}.weight") and len(shape) == 1 else shape
 
     @property
     def hash(self) -> SourceHash:
@@ -211,7 +208,8 @@ class GgufSource:
     def rows(self, name: str, first: int, last: int) -> torch.Tensor:
         """Read rows of a tensor as they are stored, float32 where they are quantised."""
         gguf_name = self._gguf_name[name]
-        kind, shape = self._file.tensors[gguf_name].type, self._shape(gguf_name)
+        info = self._file.tensors[gguf_name]
+        kind, shape = info.type, self._tensors.shape_here(name, info.shape)
         if len(shape) == 1 and kind not in GGUF_DTYPES:  # a block spans several of its numbers
             return torch.from_numpy(_dequantised(kind, np.array(self._file.bytes(gguf_name)))).flatten()[first:last]
         data = np.array(self._file.bytes(gguf_name).reshape(shape[0], -1)[first:last])  # without the interpreter's lock
@@ -229,12 +227,7 @@ class GgufSource:
         gguf_name = self._gguf_name[name]
         value = check_finite(self._file.path, gguf_name, self.rows(name, 0, self.shapes[name][0]))
         self._file.forget(gguf_name)
-        if offset := self._family.norm_offset_of(name):
-            return value.float() - offset
-        for projection, heads in self._heads.items():
-            if f"{projection}." in name:
-                return unpermute_rotary(value, heads)
-        return value
+        return self._tensors.here(name, value)
 
 
 @lru_cache

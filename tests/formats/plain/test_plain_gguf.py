@@ -8,7 +8,7 @@ import pytest
 import torch
 from artifacts_for_tests import write_plain
 from forged import forge
-from models_for_tests import END, LLAMA_CPP, TEXT, UNLIKE, make_model
+from models_for_tests import AS_LLAMA_CPP, END, LLAMA_CPP, TEXT, UNLIKE, make_model
 from pairwise import each_value
 from plain_model import both_logits, disagreement, load_llama
 
@@ -30,10 +30,13 @@ pytest.importorskip("llama_cpp", reason="llama-cpp-python is the peer of these t
 
 Checkpoints, Files = dict[str, Checkpoint], dict[tuple[str, str], Path]
 FULL = ("f32", "bf16", "f16")
+ROUNDED = dict.fromkeys(("smollm3", "olmo2", "olmo3", "exaone4"), 3e-2) | {"qwen3_5_text": 8e-2}
+"""How far logits are off where llama.cpp rounds activations to 8 bits, of families where that is more than 0.02.
+Measured 0.026 where norms come after matrices, or there are four blocks, and 0.062 where a state keeps errors."""
 
 
 @pytest.fixture(scope="module")
-def files(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Files:
+def files(llama_cpp_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) -> Files:
     """Files by family and kind, each written when it is asked for."""
     folder = tmp_path_factory.mktemp("plain")
 
@@ -41,34 +44,37 @@ def files(checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathFactory) ->
         def __missing__(self, key: tuple[str, str]) -> Path:
             family, kind = key
             self[key] = folder / f"{family}.{kind}.gguf"
-            assert write_plain(checkpoints[family], self[key], type=kind) == ()
+            assert write_plain(llama_cpp_checkpoints[family], self[key], type=kind) == ()
             return self[key]
 
     return Written()
 
 
 @pytest.mark.parametrize("family", LLAMA_CPP)
-def test_llama_cpp_agrees_with_transformers_in_float32(checkpoints: Checkpoints, files: Files, family: str) -> None:
-    relative, same, _ = disagreement(*both_logits(files[family, "f32"], checkpoints[family]))
+def test_llama_cpp_agrees_with_transformers_in_float32(
+    llama_cpp_checkpoints: Checkpoints, files: Files, family: str
+) -> None:
+    relative, same, _ = disagreement(*both_logits(files[family, "f32"], llama_cpp_checkpoints[family]))
     assert relative < 1e-3  # llama.cpp keeps keys and values in float16
     assert same > 0.98
 
 
 @pytest.mark.parametrize("family", LLAMA_CPP)
-def test_llama_cpp_agrees_with_transformers_on_q4_k(checkpoints: Checkpoints, files: Files, family: str) -> None:
-    relative, same, clear = disagreement(*both_logits(files[family, "q4_k"], checkpoints[family]))
-    # llama.cpp rounds activations to 8 bits; measured 0.026 where norms come after matrices, or there are four blocks.
-    assert relative <= (3e-2 if family in ("smollm3", "olmo2", "olmo3", "exaone4") else 2e-2)
+def test_llama_cpp_agrees_with_transformers_on_q4_k(
+    llama_cpp_checkpoints: Checkpoints, files: Files, family: str
+) -> None:
+    relative, same, clear = disagreement(*both_logits(files[family, "q4_k"], llama_cpp_checkpoints[family]))
+    assert relative <= ROUNDED.get(family, 2e-2)
     assert same >= 0.9  # random models have no favourite: many second tokens are close
     assert clear >= 0.98 or same >= 0.98  # of soft-capped ones none leads clearly
 
 
 @each_value({"kind": ("q6_k", "q8_0"), "family": LLAMA_CPP})
 def test_llama_cpp_agrees_with_transformers_on_more_bits(
-    checkpoints: Checkpoints, files: Files, family: str, kind: str
+    llama_cpp_checkpoints: Checkpoints, files: Files, family: str, kind: str
 ) -> None:
-    relative, same, clear = disagreement(*both_logits(files[family, kind], checkpoints[family]))
-    assert relative <= (3e-2 if family in ("smollm3", "olmo2", "olmo3", "exaone4") else 2e-2)
+    relative, same, clear = disagreement(*both_logits(files[family, kind], llama_cpp_checkpoints[family]))
+    assert relative <= ROUNDED.get(family, 2e-2)
     assert same >= 0.9
     assert clear >= 0.98 or same >= 0.98
 
@@ -110,6 +116,18 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "states, three value heads a key": (
+        "qwen3_5_text",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["linear_attention", "linear_attention", "full_attention"] * 2,
+            "linear_num_key_heads": 4,
+            "linear_num_value_heads": 12,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "linear_conv_kernel_dim": 3,
+        },
+    ),
     "no rotary embedding": ("granitemoehybrid", {"position_embedding_type": "nope"}),
     "yarn, own scale": (
         "qwen2",
@@ -144,10 +162,16 @@ def without_our_config(checkpoint: Checkpoint, path: Path) -> Path:
     return path
 
 
+def assert_same(found: torch.Tensor, expected: torch.Tensor, name: str) -> None:
+    """Compare tensors exactly, but for logarithms, which llama.cpp's files have exponentials of."""
+    tolerance = 1e-6 if name.endswith("A_log") else 0.0
+    assert torch.allclose(found.float(), expected.float(), rtol=tolerance, atol=tolerance), name
+
+
 def assert_same_model(found: Checkpoint, expected: Checkpoint) -> None:
     assert set(found.source.shapes) == set(expected.source.shapes) - ({HEAD} if expected.tied else set())
     for name in found.source.shapes:
-        assert torch.equal(found.tensor(name).float(), expected.tensor(name).float()), name
+        assert_same(found.tensor(name), expected.tensor(name), name)
     ours, theirs = architecture_of(found.config, None), architecture_of(expected.config, None)
     for field in dataclasses.fields(ours):
         if field.name in ("inv_freq", "rotary_scale", "norm_eps"):
@@ -160,12 +184,12 @@ def assert_same_model(found: Checkpoint, expected: Checkpoint) -> None:
 
 @each_value({"kind": FULL, "family": LLAMA_CPP})
 def test_full_precision_files_are_checkpoints_again(
-    checkpoints: Checkpoints, files: Files, family: str, kind: str
+    llama_cpp_checkpoints: Checkpoints, files: Files, family: str, kind: str
 ) -> None:
-    found, expected = open_checkpoint(files[family, kind]), checkpoints[family]
+    found, expected = open_checkpoint(files[family, kind]), llama_cpp_checkpoints[family]
     if kind == "f16":  # bfloat16 has smaller numbers than float16
         for name in found.source.shapes:
-            assert torch.allclose(found.tensor(name).float(), expected.tensor(name).float(), atol=1e-7), name
+            assert torch.allclose(found.tensor(name).float(), expected.tensor(name).float(), atol=5e-7), name
     else:
         assert_same_model(found, expected)
     assert found.tokenizer.encode(TEXT[:2000]) == expected.tokenizer.encode(TEXT[:2000])
@@ -175,21 +199,21 @@ def test_full_precision_files_are_checkpoints_again(
     "family", [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in LLAMA_CPP]
 )
 def test_full_precision_files_can_be_packed_again(
-    checkpoints: Checkpoints, files: Files, tmp_path: Path, family: str
+    llama_cpp_checkpoints: Checkpoints, files: Files, tmp_path: Path, family: str
 ) -> None:
     write_plain(open_checkpoint(files[family, "bf16"]), tmp_path / "m.gguf", type="q4_k")
     ours, again = open_artifact(files[family, "q4_k"]).stock(), open_artifact(tmp_path / "m.gguf").stock()
-    for name in checkpoints[family].source.shapes:
-        assert torch.equal(ours.tensor(name), again.tensor(name)), name
+    for name in llama_cpp_checkpoints[family].source.shapes:
+        assert_same(ours.tensor(name), again.tensor(name), name)
 
 
-def test_llama_cpp_tokenises_like_transformers(checkpoints: Checkpoints, files: Files) -> None:
-    llama, tokenizer = load_llama(files["llama", "q4_k"]), checkpoints["llama"].tokenizer
+def test_llama_cpp_tokenises_like_transformers(llama_cpp_checkpoints: Checkpoints, files: Files) -> None:
+    llama, tokenizer = load_llama(files["llama", "q4_k"]), llama_cpp_checkpoints["llama"].tokenizer
     for text in (TEXT[:3000], f"a{END}b  ä\n\n", "'s 1234"):
         assert llama.tokenize(text.encode(), add_bos=True, special=True) == tokenizer.encode(text)
 
 
-def test_types_of_the_matrices(checkpoints: Checkpoints, files: Files, tmp_path: Path) -> None:
+def test_types_of_the_matrices(llama_cpp_checkpoints: Checkpoints, files: Files, tmp_path: Path) -> None:
     types = {name: info.type for name, info in read_gguf(files["llama", "q4_k"]).tensors.items()}
     assert {types["token_embd.weight"], types["output.weight"]} == {"Q6_K"}
     assert {types["blk.0.attn_q.weight"], types["blk.1.ffn_down.weight"]} == {"Q4_K"}
@@ -197,12 +221,12 @@ def test_types_of_the_matrices(checkpoints: Checkpoints, files: Files, tmp_path:
     for kind in ("q6_k", "q8_0"):
         types = {name: info.type for name, info in read_gguf(files["llama", kind]).tensors.items()}
         assert {types[name] for name in types if types[name] != "F32"} == {kind.upper()}
-    write_plain(checkpoints["llama"], tmp_path / "m.gguf", output_type="f16", embedding_type="q4_k")
+    write_plain(llama_cpp_checkpoints["llama"], tmp_path / "m.gguf", output_type="f16", embedding_type="q4_k")
     types = {name: info.type for name, info in read_gguf(tmp_path / "m.gguf").tensors.items()}
     assert (types["token_embd.weight"], types["output.weight"]) == ("Q4_K", "F16")
 
 
-def test_chat_template_is_carried(checkpoints: Checkpoints, tmp_path: Path) -> None:
+def test_chat_template_is_carried(llama_cpp_checkpoints: Checkpoints, tmp_path: Path) -> None:
     folder = make_model(tmp_path / "model")
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
     write_plain(open_checkpoint(folder), tmp_path / "m.gguf")
@@ -239,6 +263,12 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "activation": ("llama", {"hidden_act": "relu"}, "activation 'relu': llama.cpp runs llama models with silu only"),
     "biases": ("qwen3", {"attention_bias": True}, r"blk\.0\.attn_q\.bias: llama.cpp knows no biases in qwen3"),
     "llama3 elsewhere": ("qwen2", CASES["llama3"][1], "'llama3': llama.cpp has it for llama models only, not qwen2"),
+    "two sizes of heads in states": ("qwen3_5_text", {}, "heads of 32 and 64 channels in a delta net"),
+    "attention at the wrong places": (
+        "qwen3_5_text",
+        {**AS_LLAMA_CPP["qwen3_5_text"], "layer_types": ["full_attention"] + ["linear_attention"] * 3},
+        "attention in layers 0: in qwen35 models llama.cpp has it in one layer of so many",
+    ),
     "yarn betas": ("llama", {"rope_parameters": CASES["yarn"][1]["rope_parameters"] | {"beta_slow": 2.0}}, "beta_slow"),
 }
 
