@@ -5,7 +5,6 @@ as trained ones are: else rounding would choose other experts.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -26,10 +25,13 @@ from sparsepack.formats.packed import (
     PackedModel,
     PackedSite,
 )
-from sparsepack.models.architecture import ExpertNumbers
-from sparsepack.models.families import FAMILIES
+from sparsepack.formats.zigzag.reader import delta_shapes, norm_widths, site_shapes
+from sparsepack.models.blocks import Attention, ExpertNumbers
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES
 from sparsepack.models.hf_config import architecture_of
+
+_ADDED = ("attn_out", "mlp_mid")
+"""What these sites make is added to the residual stream."""
 
 
 def random_model(size: Size, layers: int | None = None, device: str = "cuda", block: str = "Q4_K") -> PackedModel:
@@ -44,16 +46,8 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
     depth -- layers of the model whose part it may be: what a block adds is as small as there
     block -- of its matrices in zigzag order, Q4_K or Q6_P
     """
-    a, family, narrow = architecture_of(config, None), FAMILIES[config.model_type], 1 / math.sqrt(2 * depth)
+    a, narrow = architecture_of(config, None), 1 / math.sqrt(2 * depth)
     generator = torch.Generator(device=device).manual_seed(0)
-    heads, kv = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    shapes: Mapping[str, tuple[tuple[int, ...], int, float]] = {
-        "attn_in": ((heads, kv, kv), a.hidden, 1.0),
-        "attn_out": ((a.hidden,), heads, narrow),
-        "mlp_in": ((a.intermediate, a.intermediate), a.hidden, 1.0),
-        "mlp_mid": ((a.hidden,), a.intermediate, narrow),
-    }
-    widths = {"q_norm": a.head_dim, "k_norm": a.head_dim, "q_row_norm": heads, "k_row_norm": kv}
 
     def normal(*shape: int, size: float = 1.0) -> Tensor:
         return size * torch.randn(*shape, generator=generator, device=device)
@@ -61,34 +55,48 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
     def norm(width: int, size: float = 1.0) -> Tensor:
         return size * (1 + normal(width, size=0.2))
 
-    def site(of: str) -> PackedSite:
-        parts, columns, scale = shapes[of]
+    def site(number: int, of: str) -> PackedSite:
+        parts, columns = site_shapes(a, number)[of]
+        scale = narrow if of in _ADDED else 1.0
         return PackedSite(random_zigzag(sum(parts), columns, scale, generator, block), None, None, parts)
 
-    def experts_site(of: str, numbers: ExpertNumbers) -> PackedExpertsSite:
-        parts, columns, scale = shapes[of]
+    def experts_site(number: int, of: str, numbers: ExpertNumbers, biased: bool) -> PackedExpertsSite:
+        parts, columns = site_shapes(a, number)[of]
         shape = numbers.stored, zigzag.bands(sum(parts)), columns
-        blocks = random_superblocks(shape, scale * columns**-0.5, generator, block)
-        return PackedExpertsSite(PackedExperts(blocks, MatrixFormat(block, "zigzag"), sum(parts), columns), None, parts)
+        deviation = (narrow if of in _ADDED else 1.0) * columns**-0.5
+        blocks = random_superblocks(shape, deviation, generator, block)
+        matrix = PackedExperts(blocks, MatrixFormat(block, "zigzag"), sum(parts), columns)
+        bias = normal(numbers.stored, sum(parts), size=0.1 * deviation) if biased else None
+        return PackedExpertsSite(matrix, None, parts, bias)
 
-    def mlp() -> DenseMlp | ExpertMlp:
+    def mlp(number: int) -> DenseMlp | ExpertMlp:
         if a.experts is None:
-            return DenseMlp({of: site(of) for of in MLP_SITES})
-        sites = {of: experts_site(of, a.experts) for of in MLP_SITES}
+            return DenseMlp({of: site(number, of) for of in MLP_SITES})
+        biased = a.blocks[number].mlp.biased
+        sites = {of: experts_site(number, of, a.experts, biased) for of in MLP_SITES}
         router = normal(a.experts.count, a.hidden, size=SHARPER * a.hidden**-0.5)
         shared = normal(1, a.hidden, size=a.hidden**-0.5) if a.experts.shared else None
-        return ExpertMlp(router, a.experts.used, a.experts.normalised, sites, shared)
+        bias = normal(a.experts.count, size=0.1) if biased else None
+        return ExpertMlp(router, a.experts.used, a.experts.normalised, sites, shared, bias)
 
-    def layer() -> PackedLayer:
-        attention = {of: site(of) for of in ATTENTION_SITES}
-        units = mlp()
+    def delta_net(number: int) -> dict[str, Tensor]:
+        made = {}
+        for name, shape in delta_shapes(a, number).items():
+            made[name] = normal(*shape, size=shape[-1] ** -0.5) if len(shape) > 1 else norm(*shape)
+        return made
+
+    def layer(number: int) -> PackedLayer:
+        attention = {of: site(number, of) for of in ATTENTION_SITES}
+        units, mixer = mlp(number), a.blocks[number].mixer
         # What a block adds is small beside the stream, as a trained model's.
-        norms = {of: norm(widths.get(of, a.hidden), narrow if "post" in of else 1.0) for of in family.norms}
-        return PackedLayer(attention, norms, units)
+        widths = norm_widths(a, number)
+        norms = {of: norm(width, narrow if "post" in of else 1.0) for of, width in widths.items()}
+        sinks = normal(a.heads) if isinstance(mixer, Attention) and mixer.sinks else None
+        return PackedLayer(attention, norms, units, None, sinks, delta_net(number))
 
     return PackedModel(
         architecture=a,
-        layers=tuple(layer() for _ in range(a.layers)),
+        layers=tuple(map(layer, range(a.layers))),
         embedding=random_rows(a.vocabulary, a.hidden, 1 / a.embedding_scale, generator),
         output_norm=norm(a.hidden),
         output=random_rows(a.vocabulary, a.hidden, a.hidden**-0.5, generator),

@@ -70,6 +70,15 @@ def random_ids(vocabulary: int, count: int, seed: int) -> list[int]:
     return ids
 
 
+_QWEN_3_5 = {
+    "vocab_size": 248320,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
+}
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gemma-2-2b": {
@@ -148,6 +157,65 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "num_experts": 60,
             "num_experts_per_tok": 4,
             "tie_word_embeddings": False,
+        },
+        "qwen3.5-0.8b": {
+            **_QWEN_3_5,
+            "model_type": "qwen3_5_text",
+            "hidden_size": 1024,
+            "intermediate_size": 3584,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 8,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 16,
+            "tie_word_embeddings": True,
+        },
+        "qwen3.6-27b": {
+            **_QWEN_3_5,
+            "model_type": "qwen3_5_text",
+            "hidden_size": 5120,
+            "intermediate_size": 17408,
+            "num_hidden_layers": 64,
+            "num_attention_heads": 24,
+            "num_key_value_heads": 4,
+            "linear_num_value_heads": 48,
+            "tie_word_embeddings": False,
+        },
+        "qwen3.6-35b-a3b": {
+            **_QWEN_3_5,
+            "model_type": "qwen3_5_moe_text",
+            "hidden_size": 2048,
+            "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "num_hidden_layers": 40,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 32,
+            "tie_word_embeddings": False,
+        },
+        "gpt-oss-20b": {
+            "model_type": "gpt_oss",
+            "vocab_size": 201088,
+            "hidden_size": 2880,
+            "intermediate_size": 2880,
+            "num_hidden_layers": 24,
+            "num_attention_heads": 64,
+            "num_key_value_heads": 8,
+            "head_dim": 64,
+            "num_local_experts": 32,
+            "num_experts_per_tok": 4,
+            "sliding_window": 128,
+            "tie_word_embeddings": False,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 150000.0,
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
         },
     }
 )

@@ -1,11 +1,17 @@
 """Random models of the shapes that `cuda_decode` measures: ours, and the files that llama.cpp is timed with."""
 
+import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from click.testing import CliRunner
 
+from benchmarks import cpu_shapes
+from benchmarks.cpu_decode import PEER
+from benchmarks.shared import shapes
 from benchmarks.shared.llama_bench import peer_batches, write_shape
 from benchmarks.shared.llama_cpp import LlamaCpp
 from benchmarks.shared.random_models import random_of
@@ -28,15 +34,28 @@ EXPERTS = {
     "moe_intermediate_size": 160,
     "shared_expert_intermediate_size": 320,
 }
+GPT_OSS = {"head_dim": 64, "num_local_experts": 6, "num_experts_per_tok": 2}
+STATES = {
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 64,
+    "linear_value_head_dim": 64,
+}
 IDS = [3, 500, 17, 4, 90]
 
 
 def small(name: str) -> Any:
     changes: dict[str, Any] = {**SMALL, **(EXPERTS if "num_experts" in MODELS[name] else {})}
-    return configuration(name, **changes)
+    if "linear_num_key_heads" in MODELS[name]:
+        changes |= STATES
+    return configuration(name, **changes, **(GPT_OSS if name == "gpt-oss-20b" else {}))
 
 
-@pytest.mark.parametrize("name", ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b"])
+@pytest.mark.parametrize(
+    "name", ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "qwen3.5-0.8b", "qwen3.6-35b-a3b", "gpt-oss-20b"]
+)
 def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
     packed = random_of(small(name), name, 1, "cpu")
     (found,) = find_thresholds(packed, [0.5]).values()
@@ -71,3 +90,19 @@ def test_a_program_of_llama_cpp_is_asked_for_several_texts_and_told_once_where_t
     assert peer_batches(program, small("gemma-3-1b"), tmp_path, 16, 8, (2, 4), "cpu") == {2: 201.0, 4: 402.0}
     assert "-c 96 -npp 16 -ntg 8 -npl 2,4" in (tmp_path / "asked").read_text()
     assert not (tmp_path / "peer.gguf").exists()
+
+
+def test_a_table_has_each_side_of_one_run(tmp_path: Path) -> None:
+    changed = {"qwen3.5-0.8b": {**MODELS["qwen3.5-0.8b"], **SMALL, **STATES, "head_dim": 64}}
+    options = ["--work", str(tmp_path), "--rounds", "1", "--threads", "1", "--json", str(tmp_path / "figures.json")]
+    with (
+        patch.object(shapes, "MODELS", changed),
+        patch.object(cpu_shapes, "PROMPT", 8),
+        patch.object(cpu_shapes, "NEW", 4),
+    ):
+        done = CliRunner().invoke(cpu_shapes.main, options)
+    assert done.exit_code == 0, done.output
+    figures = json.loads((tmp_path / "figures.json").read_text())
+    assert {side: len(each) for side, each in figures["speeds"].items()} == dict.fromkeys((PEER, *cpu_shapes.SIDES), 1)
+    assert 0.3 < float(figures["skipped"]["ours, half skipped"].rstrip("%")) / 100 < 0.7
+    assert not list(tmp_path.glob("*.gguf"))
