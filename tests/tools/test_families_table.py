@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from absolute_links import README
 from families_table import FORMAT_GROUPS, MODELS, NO, YES, holds, runs, tables, takes
-from models_for_tests import EXPERTS, SMALL, make_model, make_opt
+from models_for_tests import AS_LLAMA_CPP, EXPERTS, SMALL, make_model, make_opt
 
 from sparsepack.calibrate.distillation import check_model as check_distilled
 from sparsepack.calibrate.refit import RefitOptions
@@ -45,7 +45,7 @@ def raises(action: object, *of: object) -> bool:
 
 @cache
 def made(family: str, folder: Path) -> Checkpoint:
-    path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family)
+    path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family, **AS_LLAMA_CPP.get(family, {}))
     if family in SMALL and family not in ("opt", "arcee"):
         config = json.loads((path / "config.json").read_text())
         field = FAMILIES[family].fields.get("hidden_act", "hidden_act")
