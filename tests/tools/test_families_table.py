@@ -45,7 +45,8 @@ def raises(action: object, *of: object) -> bool:
 
 @cache
 def made(family: str, folder: Path) -> Checkpoint:
-    path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family, **AS_LLAMA_CPP.get(family, {}))
+    changes = AS_LLAMA_CPP.get(family, {})
+    path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family, **changes)
     if family in SMALL and family not in ("opt", "arcee"):
         config = json.loads((path / "config.json").read_text())
         field = FAMILIES[family].fields.get("hidden_act", "hidden_act")
