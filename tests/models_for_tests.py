@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.hf_model.model import placed_in
 
 VOCABULARY = 512
 END = "<|endoftext|>"
@@ -17,6 +18,19 @@ END = "<|endoftext|>"
 TEXT = "\n".join(pydoc_data.topics.topics.values())
 
 # What each family is small with; `tie_word_embeddings` and head_dim cover both ways.
+_GEMMA_4 = {
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 3,
+    "tie_word_embeddings": True,
+    "head_dim": 48,
+    "global_head_dim": 96,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "final_logit_softcapping": 20.0,
+    "sliding_window": 24,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "pad_token_id": 0,
+}
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
@@ -45,6 +59,8 @@ SMALL: dict[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 100000.0, "factor": 2.0},
         },
     },
+    "gemma4_text": {**_GEMMA_4, "hidden_size_per_layer_input": 0},
+    "gemma4_unified_text": {**_GEMMA_4, "attention_k_eq_v": False},
     "gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 64, "pad_token_id": 0},
     "vaultgemma": {
         "num_key_value_heads": 2,
@@ -235,19 +251,26 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 10},
     "gemma2": {"sliding_window": 10},
     "gemma3_text": {"sliding_window": 10},
-    **{family: {"sliding_window": 10} for family in ("olmo3", "vaultgemma", "cwm")},
+    **{
+        family: {"sliding_window": 10}
+        for family in ("olmo3", "vaultgemma", "cwm", "gemma4_text", "gemma4_unified_text")
+    },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
     **{family: {} for family in ("gemma", "hyperclovax", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
     **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
-UNLIKE = ("qwen2", "gemma3_text", "granite", "phi3", "smollm3", "qwen3_5_text")
-"""Families that together have windows in some layers, two rotary tables, multipliers, matrices in one, layers without a
-rotary embedding, and states."""
+UNLIKE = ("qwen2", "gemma3_text", "gemma4_text", "granite", "phi3", "smollm3", "qwen3_5_text")
+"""Families that together have windows in some layers, two rotary tables, heads of two sizes, multipliers, matrices in
+one, layers without a rotary embedding, and states."""
 EVERY_FAMILY = [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in WINDOWED]
 """Parameters of a test or a fixture: all families, those that are like another among the `long` tests."""
-ONLY_ATTENTION = [each for each in EVERY_FAMILY if FAMILIES[str(each.values[0])].delta_net is None]
-"""The same of those that have attention in every block."""
+ONLY_ATTENTION = [
+    each
+    for each in EVERY_FAMILY
+    if (family := FAMILIES[str(each.values[0])]).delta_net is None and not family.global_heads
+]
+"""The same of those that have attention in every block, with heads of one size."""
 
 OPT: dict[str, dict[str, Any]] = {
     "opt": {},
@@ -334,7 +357,7 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        for name, parameter in model.named_parameters():
+        for name, parameter in placed_in(model):
             noise = torch.randn(parameter.shape, generator=generator)
             if "norm" in name:
                 parameter.copy_(1 + 0.2 * noise)
@@ -344,6 +367,8 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
                 parameter.copy_(noise)  # states forget within a few tokens, or hundreds
             elif "embed_" in name:
                 parameter.copy_(noise)
+            elif name.endswith("layer_scalar"):
+                parameter.copy_(0.5 + noise.abs())
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
     model.to(torch.bfloat16).save_pretrained(folder)

@@ -36,6 +36,8 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", {}),
     "Gemma 3 (text)": ("gemma3_text", {}),
+    "Gemma 4 (text, dense)": ("gemma4_text", {}),
+    "Gemma 4 unified (text, dense)": ("gemma4_unified_text", {}),
     "VaultGemma": ("vaultgemma", {}),
     "Granite 3": ("granite", {}),
     "Granite 4 (dense)": (

@@ -12,7 +12,7 @@ from sparsepack.calibrate.thresholds import AttentionOptions
 from sparsepack.errors import CalibrationError, PackingError
 from sparsepack.files.hashing import NO_HASH
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.hf_config import heads_of_config
+from sparsepack.models.hf_config import attention_layers, heads_of_config
 from sparsepack.models.sparse_attention import SparseAttention
 
 MOST_MISSED = 0.5
@@ -67,6 +67,10 @@ def channels_asked(checkpoint: Checkpoint, options: AttentionOptions) -> int:
         raise PackingError(
             f"attention: {checkpoint.name} keeps a state in most of its layers, from which no tokens are selected; "
             "leave it out"
+        )
+    if len(attention_layers(checkpoint.config)) < checkpoint.layers:
+        raise PackingError(
+            f"attention: {checkpoint.name} has heads of two sizes, of which tokens are not selected; leave it out"
         )
     head_dim = heads_of_config(checkpoint.config).head_dim
     count = max(1, head_dim // 4) if options.channels is None else options.channels

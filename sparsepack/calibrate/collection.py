@@ -29,7 +29,7 @@ from sparsepack.files.transfer import on_host
 from sparsepack.formats.table import holders
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, checkpoint_of
 from sparsepack.models.family import ATTN_OUT, MLP_MID
-from sparsepack.models.hf_config import delta_layers, expert_numbers, head_dim
+from sparsepack.models.hf_config import attention_layers, expert_numbers, head_dim
 from sparsepack.models.hf_model.blocks import BlockStream, Record
 from sparsepack.models.hf_model.forecast import Forecast, bound_line, forecast_blocks
 from sparsepack.models.hf_model.found_blocks import open_blocks
@@ -180,9 +180,9 @@ def _run(checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOption
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = open_blocks(checkpoint, options.device, computed_in(checkpoint, options))
     sites = [None] * checkpoint.layers if checkpoint.family.has_row else sites_of(checkpoint)
-    without = delta_layers(checkpoint.config)
+    attend = attention_layers(checkpoint.config)
     layers = [
-        collectors.of_block(layer, shard.block(layer), layer not in without, sites[layer]) if shard.first else {}
+        collectors.of_block(layer, shard.block(layer), layer in attend, sites[layer]) if shard.first else {}
         for layer in range(shard.done)
     ]
     if shard.done == checkpoint.layers:  # what leaves the last block is not kept: nobody reads it
@@ -266,7 +266,11 @@ def count_block(
         if seen.neurons:
             collectors.count(of_part, "neurons", "neurons", seen)
 
+    attends = layer in attention_layers(config)
+
     def watch(query: torch.Tensor, key: torch.Tensor, window: int) -> None:
+        if not attends:
+            return
         without = query[:, :, options.sinks :], key[:, :, options.sinks :]
         collectors.count(of_part, "attention", "attention", *without, window)
         collectors.count(of_part, "window", "attention", query, key, window)

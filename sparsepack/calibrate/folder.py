@@ -41,7 +41,7 @@ from sparsepack.files.stored import Count, Name, Size, Stored, shown
 from sparsepack.files.tensors import save_tensors
 from sparsepack.models.blocks import Rotary
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.hf_config import delta_layers, heads_of_config
+from sparsepack.models.hf_config import attention_layers, heads_of_config
 
 SCHEMA = 1
 _TENSORS, _MANIFEST = "calibration.safetensors", "calibration.json"
@@ -57,7 +57,8 @@ class _CalibrationRotary(Stored):
 
 
 class CalibratedHeads(Stored):
-    """The section as it is read from a file. without -- numbers of the blocks that have no attention"""
+    """The section as it is read from a file. without -- numbers of the blocks without attention, or with heads of
+    another size"""
 
     heads: Size
     kv_heads: Size
@@ -71,7 +72,8 @@ def heads_of(checkpoint: Checkpoint) -> dict[str, Any] | None:
     """The section for a model, JSON-able; None for a family without a row."""
     if not checkpoint.family.has_row:
         return None
-    without = [*delta_layers(checkpoint.config)]
+    attend = attention_layers(checkpoint.config)
+    without = [layer for layer in range(checkpoint.layers) if layer not in attend]
     section = {**heads_of_config(checkpoint.config).to_json(), "groups": GROUPS}
     return {**section, "without": without} if without else section
 

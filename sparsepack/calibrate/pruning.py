@@ -80,6 +80,11 @@ def prune(
         raise PruningError(
             f"permute: {checkpoint.name} has experts, whose neurons are not put into another order; leave it out"
         )
+    if options.permute and checkpoint.family.k_eq_v:
+        raise PruningError(
+            f"permute: {checkpoint.name} has values that are keys, too, whose channels are not put into another order; "
+            "leave it out"
+        )
     if options.permute and checkpoint.family.delta_net is not None:
         raise PruningError(
             f"permute: {checkpoint.name} has gates at the channels of its heads, which are not put into another order; "

@@ -235,6 +235,7 @@ class PackedLayer:
     delta_net -- of a block with a gated delta net in place of attention, whose sites are in `attention` all the same:
                  float32 delta_beta and delta_alpha [value_heads, hidden], delta_conv [channels, taps], delta_a_log and
                  delta_dt_bias [value_heads], delta_norm [value_dim]; empty: it has attention
+    scalar -- float32 [1], by which all that leaves the block is multiplied; None: it is not
     """
 
     attention: Mapping[str, PackedSite]
@@ -243,6 +244,7 @@ class PackedLayer:
     basis: PackedMatrix | None = None
     sinks: Tensor | None = None
     delta_net: Mapping[str, Tensor] = field(default_factory=dict)
+    scalar: Tensor | None = None
 
     @property
     def always(self) -> tuple[Tensor, ...]:
@@ -283,9 +285,10 @@ class PackedLayer:
             norms |= {names[name]: partial(_same, value) for name, value in self.delta_net.items()}
             norms[names["delta_conv"]] = partial(_same, self.delta_net["delta_conv"][:, None])
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
-        sinks = {} if self.sinks is None else {family.sinks: partial(_same, self.sinks)}
+        vectors = {family.sinks: self.sinks, family.layer_scalar: self.scalar}
+        more = {name: partial(_same, value) for name, value in vectors.items() if value is not None}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}
-        return {**norms, **bases, **sinks, **sites}
+        return {**norms, **bases, **more, **sites}
 
 
 def _of_shared(site: str, matrix: PackedExperts, first: int, number: int) -> Tensor:

@@ -158,11 +158,13 @@ class Sparse24Artifact(FolderArtifact):
     def _check_sites(self) -> None:
         """The projections of a site share their input, which is quantised for all of them or for none."""
         family = family_of(self.manifest["model"]["model_type"], str(self.path))
-        kinds = (family,) if family.delta_net is None else (family, family.delta_block)
-        for names in (names for kind in kinds for names in kind.projections.values()):
-            for prefix in {name[: -len(of)] for name in self.slides for of in names if name.endswith(of)}:
-                if missing := [of for of in names if prefix + of not in self.slides]:
-                    raise ArtifactError(f"{self.path}: {prefix}{missing[0]} is not slid as its site is; pack it again")
+        for site in family.projections:
+            ways = [kind.projections[site] for kind in family.kinds]
+            for prefix in {name[: -len(of)] for name in self.slides for way in ways for of in way if name.endswith(of)}:
+                missing = [[of for of in way if prefix + of not in self.slides] for way in ways]
+                if all(missing):
+                    lacks = min(missing, key=len)[0]
+                    raise ArtifactError(f"{self.path}: {prefix}{lacks} is not slid as its site is; pack it again")
 
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
         how = self.slide_of(name)

@@ -50,6 +50,9 @@ class Architecture:
                                  is not
     delta_net                 -- the mixer of `delta_layers`, the numbers of layers without attention; None: all have it
     gated_attention           -- whether attention has an output gate
+    global_heads              -- kv_heads and head_dim of layers without a window; empty: as in the others
+    k_eq_v                    -- whether values of layers without a window are their keys before norm and rotary
+                                 embedding
 
     Of a model that multiplies by r what blocks add, `embedding_scale` and `norm_eps` are of a stream that is divided by
     r, which engines have: embedding_multiplier / r and rms_norm_eps / r^2. Every norm of such a stream is the same.
@@ -86,6 +89,8 @@ class Architecture:
     delta_net: DeltaNet | None = None
     delta_layers: tuple[int, ...] = ()
     gated_attention: bool = False
+    global_heads: tuple[int, ...] = ()
+    k_eq_v: bool = False
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -99,11 +104,26 @@ class Architecture:
             if self.delta_net is not None and layer in self.delta_layers:
                 return self.delta_net
             rope = len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0)
-            return Attention(rope, window, bool(family.sinks), family.qk_norm, self.gated_attention)
+            kv_heads, head_dim = (not window and self.global_heads) or (self.kv_heads, self.head_dim)
+            return Attention(
+                kv_heads,
+                head_dim,
+                rope,
+                window,
+                bool(family.sinks),
+                family.qk_norm,
+                self.gated_attention,
+                self.k_eq_v and not window,
+                family.value_norm,
+            )
 
+        before, after, scaled = (
+            "attn_norm" in family.norms,
+            "attn_post_norm" in family.norms,
+            bool(family.layer_scalar),
+        )
         return tuple(
-            Block(mixer(layer, window), mlp, "attn_norm" in family.norms, "attn_post_norm" in family.norms)
-            for layer, window in enumerate(self.sliding_windows)
+            Block(mixer(layer, window), mlp, before, after, scaled) for layer, window in enumerate(self.sliding_windows)
         )
 
     @property
@@ -114,7 +134,9 @@ class Architecture:
     def family(self, layer: int) -> Family:
         """The names of a block."""
         family = FAMILIES[self.model_type]
-        return family.delta_block if layer in self.delta_layers else family
+        if layer in self.delta_layers:
+            return family.delta_block
+        return family.k_eq_v_block if self.k_eq_v and not self.sliding_windows[layer] else family
 
     @property
     def rotary_tables(self) -> list[tuple[tuple[float, ...], float]]:
@@ -160,7 +182,7 @@ class Architecture:
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
         lists: dict[str, Any] = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
-        for name in ("local_inv_freq", "ropeless", "query_growth", "delta_layers"):
+        for name in ("local_inv_freq", "ropeless", "query_growth", "delta_layers", "global_heads"):
             lists[name] = tuple(value.get(name, ()))
         if (delta_net := value.get("delta_net")) is not None:
             lists["delta_net"] = DeltaNet(**delta_net)
@@ -207,7 +229,7 @@ def check_numbers(architecture: Architecture) -> None:
         raise ValueError(f"query_growth is {str(a.query_growth)[:60]}, expected none or two numbers above 0")
     if min(least_0) < 0:
         raise ValueError("attention_scale, attention_cap, logit_cap or long_texts hold numbers below 0")
-    more = (a.local_inv_freq, () if long is None else long.inv_freq)
+    more = (() if a.global_heads else a.local_inv_freq, () if long is None else long.inv_freq)
     if not {len(of) for of in more} <= {0, len(a.inv_freq)}:
         raise ValueError(f"{len(more[0])} local, {len(more[1])} long frequencies, expected {len(a.inv_freq)} or none")
     if not all(
@@ -232,11 +254,25 @@ def check_numbers(architecture: Architecture) -> None:
     windows = len(architecture.sliding_windows)
     if windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
-    if architecture.heads % architecture.kv_heads or not 0 < 2 * len(architecture.inv_freq) <= architecture.head_dim:
-        raise ValueError(
-            f"{architecture.heads} heads, {architecture.kv_heads} of keys, {len(architecture.inv_freq)} frequencies "
-            f"for heads of {architecture.head_dim}"
-        )
+    _check_heads(architecture)
+
+
+def _check_heads(architecture: Architecture) -> None:
+    """Raise ValueError where heads, of all layers or of those without a window, do not go with their numbers."""
+    a, family = architecture, FAMILIES[architecture.model_type]
+    if type(a.k_eq_v) is not bool or (a.k_eq_v and not family.k_eq_v):
+        raise ValueError(f"k_eq_v {str(a.k_eq_v)[:60]} in a {a.model_type} model")
+    if len(a.global_heads) not in ((0, 2) if family.global_heads else (0,)) or not all(
+        type(value) is int and 1 <= value < 2**31 for value in a.global_heads
+    ):
+        raise ValueError(f"global_heads is {str(a.global_heads)[:60]} in a {a.model_type} model")
+    kinds = [(a.kv_heads, a.head_dim, a.local_inv_freq or a.inv_freq)]
+    kinds.append((*a.global_heads, a.inv_freq) if len(a.global_heads) == 2 else (a.kv_heads, a.head_dim, a.inv_freq))
+    for kv_heads, head_dim, inv_freq in kinds:
+        if a.heads % kv_heads or not 0 < 2 * len(inv_freq) <= head_dim:
+            raise ValueError(
+                f"{a.heads} heads, {kv_heads} of keys, {len(inv_freq)} frequencies for heads of {head_dim}"
+            )
 
 
 def _check_experts(architecture: Architecture) -> None:

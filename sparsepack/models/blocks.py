@@ -98,13 +98,20 @@ class Attention:
                 nothing for it
     gated    -- what it gives is multiplied by the sigmoid of as many more rows of attn_in: of each query head its
                 queries stand there, then its gates
+    kv_heads, head_dim -- as `Architecture` has them, or other ones
+    k_eq_v   -- values are keys before norm and rotary embedding: attn_in has no rows of them
+    value_norm -- whether each head's values are divided by their root mean square
     """
 
+    kv_heads: int
+    head_dim: int
     rope: int = 0
     window: int = 0
     sinks: bool = False
     qk_norm: Literal["heads", "rows"] | None = None
     gated: bool = False
+    k_eq_v: bool = False
+    value_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -161,12 +168,14 @@ class Block:
 
     norms_before -- whether attention and MLP read the RMSNorm of x
     norms_after  -- whether the RMSNorm of what they make is added
+    scaled       -- whether x is multiplied by a number of the block's in the end
     """
 
     mixer: Attention | DeltaNet
     mlp: Mlp
     norms_before: bool = True
     norms_after: bool = False
+    scaled: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:

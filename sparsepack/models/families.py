@@ -36,6 +36,12 @@ TEXT_PARTS: Mapping[str, TextPart] = MappingProxyType(
         **dict.fromkeys(("llava", "llava_next", "llava_onevision"), _LLAVA),
         **dict.fromkeys(("idefics3", "smolvlm"), _IDEFICS),
         **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _text_part("language_model", "visual.")),
+        **dict.fromkeys(
+            ("gemma4", "gemma4_unified"),
+            _text_part(
+                "language_model", "vision_tower.", "vision_embedder.", "audio_tower.", "embed_vision.", "embed_audio."
+            ),
+        ),
     }
 )
 """By the `model_type` of a whole model that takes images, too: which of its tensors are a text model's."""

@@ -340,6 +340,11 @@ class Family:
     left_out       -- what the names of tensors begin with that a checkpoint may have and nothing here computes -> what
                       they are
     reads_attn_in  -- modules that read what enters attn_in beside its projections
+    global_heads   -- layers without a window may have heads of another size, and as many of keys, as they like
+    k_eq_v         -- of the configuration: whether the values of layers without a window are their keys before norm and
+                      rotary embedding, so that they have no projection
+    value_norm     -- each head's values are divided by their root mean square
+    layer_scalar   -- the tensor of a block, one number, by which all that leaves it is multiplied; empty: there is none
     """
 
     model_type: str
@@ -375,6 +380,10 @@ class Family:
     gated_attention: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     reads_attn_in: tuple[str, ...] = ()
+    global_heads: bool = False
+    k_eq_v: str = ""
+    value_norm: bool = False
+    layer_scalar: str = ""
 
     @cached_property
     def delta_block(self) -> "Family":
@@ -390,15 +399,31 @@ class Family:
             reads_attn_in=tuple(names.gates.values()),
         )
 
+    @cached_property
+    def k_eq_v_block(self) -> "Family":
+        """The names of a block whose values are its keys."""
+        without = self.projections["attn_in"][:-1]
+        return replace(self, projections=MappingProxyType({**self.projections, "attn_in": without}))
+
+    @property
+    def kinds(self) -> tuple["Family", ...]:
+        """The names of each kind of block that its models may have."""
+        others = () if self.delta_net is None else (self.delta_block,)
+        return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()))
+
     def at(self, config: Any, layer: int) -> "Family":
         """The names of a block of a stock configuration's model."""
-        if self.delta_net is None or config.layer_types[layer] != self.delta_net.kind:
-            return self
-        return self.delta_block
+        if self.delta_net is not None and config.layer_types[layer] == self.delta_net.kind:
+            return self.delta_block
+        if self.k_eq_v and getattr(config, self.k_eq_v) and config.layer_types[layer] == "full_attention":
+            return self.k_eq_v_block
+        return self
 
     def of_block(self, block: Any) -> "Family":
         """The names of a stock decoder block."""
-        return self if self.delta_net is None or not hasattr(block, self.delta_net.module) else self.delta_block
+        if self.delta_net is not None and hasattr(block, self.delta_net.module):
+            return self.delta_block
+        return self.k_eq_v_block if self.k_eq_v and block.self_attn.v_proj is None else self
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:
@@ -490,7 +515,15 @@ class Family:
 
     def setting(self, config: Any, name: str) -> Any:
         """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""
-        return getattr(config, self.fields.get(name, name), None)
+        return config_value(config, self.fields.get(name, name))
+
+
+def config_value(config: Any, name: str) -> Any:
+    """What a stock configuration says of a model; of most layers where some have another value. None: nothing."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # transformers', of a field that differs among layers
+        return vars(config).get(name)
 
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"

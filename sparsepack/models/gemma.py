@@ -1,6 +1,7 @@
 """Gemma: (1 + w) in norms, GELU, a scaled embedding. Gemma 2 and 3 have norms before and after and windows in most
 layers, 2 soft caps, 3 norms of heads and rotary frequencies of layers with a window. VaultGemma is 2 without norms
-after."""
+after. In 4 norms multiply by w alone, layers without a window have wider heads and may take keys for values, values
+are normed, and each layer is scaled."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -30,6 +31,11 @@ def _multipliers_3(config: Any) -> Multipliers:
         attention=0.0 if scalar in (None, config.head_dim) else float(scalar**-0.5),
         logit_cap=float(cap or 0.0),  # transformers does not look at the scores' here
     )
+
+
+def _multipliers_4(config: Any) -> Multipliers:
+    cap = float(config.final_logit_softcapping or 0.0)
+    return replace(_multipliers_1(config), attention=1.0, logit_cap=cap)
 
 
 _LLAMA_CPP = LlamaCpp(
@@ -72,6 +78,22 @@ _GEMMA2 = Family(
 
 _OFFSET = "norms multiply by one more than their weights"
 
+_GEMMA4 = replace(
+    _GEMMA2,
+    model_type="gemma4_text",
+    gguf=None,
+    norms=MappingProxyType({**_GEMMA2.norms, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}),
+    norm_offset=0.0,
+    attention="sdpa",
+    local_rotary=True,
+    multipliers=_multipliers_4,
+    global_heads=True,
+    k_eq_v="attention_k_eq_v",
+    value_norm=True,
+    layer_scalar="layer_scalar",
+    only=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}),
+)
+
 FAMILIES = (
     replace(
         _GEMMA2,
@@ -101,4 +123,6 @@ FAMILIES = (
         local_rotary=True,
         multipliers=_multipliers_3,
     ),
+    _GEMMA4,
+    replace(_GEMMA4, model_type="gemma4_unified_text", only=MappingProxyType({"num_kv_shared_layers": 0})),
 )

@@ -13,10 +13,10 @@ from sparsepack.models.architecture import MOST_EXPERTS, Architecture, activatio
 from sparsepack.models.blocks import DeltaNet, ExpertNumbers, Heads, LongTexts, Multipliers, RotaryChannels
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import MLP_SITES
+from sparsepack.models.family import MLP_SITES, config_value
 from sparsepack.models.found import FoundFamily, family_of_config
 
-_FIXED_ROTARY = ("default", "linear", "llama3", "yarn")
+_FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 _BY_LENGTH = ("longrope", "dynamic")
 """Rotary embeddings of these types turn long texts by other frequencies than short ones."""
 _PLAIN_ROUTER = MappingProxyType({"scoring_func": "softmax", "n_group": 1, "routed_scaling_factor": 1.0})
@@ -44,7 +44,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
     activation = family.activation or family.setting(config, "hidden_act")
     if activation not in (able := activations_of(family)):
         raise CheckpointError(f"{config.model_type}: activation {activation!r}; expected {', '.join(able)}")
-    if getattr(config, "use_bidirectional_attention", None):
+    if getattr(config, "use_bidirectional_attention", None) not in (None, False, "vision"):
         raise CheckpointError(f"{config.model_type}: tokens see later ones; expected a model that writes text")
     if family.clips and (clip := getattr(config, family.clips, None)) is not None:
         raise CheckpointError(
@@ -69,7 +69,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         hidden=config.hidden_size,
         intermediate=family.setting(config, "intermediate_size"),
         heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
+        kv_heads=config_value(config, "num_key_value_heads"),
         head_dim=head_dim(config),
         vocabulary=config.vocab_size,
         norm_eps=config.rms_norm_eps / by.residual**2,
@@ -95,7 +95,26 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         delta_net=delta_net(config),
         delta_layers=delta_layers(config),
         gated_attention=family.gated_attention,
+        global_heads=_global_heads(config, windows),
+        k_eq_v=bool(family.k_eq_v and getattr(config, family.k_eq_v)),
     )
+
+
+def _global_heads(config: Any, windows: Sequence[int]) -> tuple[int, ...]:
+    """Heads of keys and channels of a head in layers without a window; empty: as in the others."""
+    if not FAMILIES[config.model_type].global_heads or all(windows):
+        return ()
+    of_layer = config.per_layer_config[windows.index(0)]
+    found = (int(of_layer.num_key_value_heads), int(of_layer.head_dim))
+    return () if found == (config_value(config, "num_key_value_heads"), head_dim(config)) else found
+
+
+def attention_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of the layers of a stock configuration that have attention with heads of the usual size."""
+    windows = sliding_windows(config)
+    apart = FAMILIES[config.model_type].global_heads if config.model_type in FAMILIES else False
+    others = {*delta_layers(config), *(n for n, window in enumerate(windows) if apart and not window)}
+    return tuple(layer for layer in range(config.num_hidden_layers) if layer not in others)
 
 
 def delta_layers(config: Any) -> tuple[int, ...]:
@@ -184,7 +203,7 @@ def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int
 
 def head_dim(config: Any) -> int:
     """Channels of a head: what the configuration says, which need not be the width divided by the heads."""
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+    return int(config_value(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 
 def rotary_dims(config: Any) -> int:

@@ -36,10 +36,13 @@ NEIGHBOURS = "a rotary embedding that turns neighbouring channels together"
 QUERY_GROWTH = "texts so long that later queries are scaled"
 DELTA_NETS = "gated delta nets, which keep a state in place of keys and values"
 ATTENTION_GATES = "attention with an output gate"
+HEAD_SIZES = "heads of two sizes"
+VALUE_NORMS = "normed values, or keys in their place"
+LAYER_SCALARS = "scaled layers"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
     {
-        PARTS_OF_HEADS: lambda a, context: 2 * len(a.inv_freq) != a.head_dim,
+        PARTS_OF_HEADS: lambda a, context: 2 * len(a.local_inv_freq or a.inv_freq) != a.head_dim,
         LONG_TEXTS: lambda a, context: a.long_texts is not None and context > a.long_texts.tokens,
         LOCAL_FREQUENCIES: lambda a, context: bool(a.local_inv_freq),
         SOFT_CAPS: lambda a, context: bool(a.attention_cap or a.logit_cap),
@@ -56,6 +59,11 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
         DELTA_NETS: lambda a, context: a.delta_net is not None,
         ATTENTION_GATES: lambda a, context: a.gated_attention,
+        HEAD_SIZES: lambda a, context: bool(a.global_heads),
+        VALUE_NORMS: lambda a, context: any(
+            isinstance(of.mixer, Attention) and (of.mixer.value_norm or of.mixer.k_eq_v) for of in a.blocks
+        ),
+        LAYER_SCALARS: lambda a, context: any(block.scaled for block in a.blocks),
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
 )
@@ -178,7 +186,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {DELTA_NETS, ATTENTION_GATES},
+                traits=frozenset(TRAITS) - {DELTA_NETS, ATTENTION_GATES, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS},
             ),
             Backend(
                 "metal",

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import Attention
 
 SHARE = 0.5
 """Keys and values of several sequences take at most this share of the free memory, unless so many sequences are asked
@@ -28,7 +29,9 @@ def cache_bytes(architecture: Architecture, context: int, cache_type: str) -> in
     """The bytes of a sequence's keys and values, and of its state."""
     a = architecture
     state = 0 if a.delta_net is None else len(a.delta_layers) * a.delta_net.state_floats * 4
-    return 2 * len(a.attention_layers) * a.kv_heads * a.head_dim * context * _BYTES[cache_type] + state
+    mixers = (block.mixer for block in a.blocks)
+    kept = sum(of.kv_heads * of.head_dim for of in mixers if isinstance(of, Attention))
+    return 2 * kept * context * _BYTES[cache_type] + state
 
 
 def free_bytes(device: torch.device) -> int | None:

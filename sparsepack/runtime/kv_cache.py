@@ -35,6 +35,8 @@ class LayerAttention:
     sinks          -- float32 [heads]: scores beside those of keys, for which nothing is added; None: there are none
     gated          -- whether it has output gates. Caches of the cuda backend take them with what attn_in gives, others
                       queries, keys and values alone
+    kv_heads, head_dim -- where they are not the shape's; 0: they are
+    value_norm     -- whether each head's values are divided by their root mean square
     """
 
     window: int = 0
@@ -44,6 +46,9 @@ class LayerAttention:
     table: int = 0
     sinks: Tensor | None = None
     gated: bool = False
+    kv_heads: int = 0
+    head_dim: int = 0
+    value_norm: bool = False
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,11 @@ class AttentionShape:
     def score_scale(self) -> float:
         """What products of queries and keys are multiplied by."""
         return float(self.scale or self.head_dim**-0.5)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Heads of keys, and channels of a head, in a layer."""
+        of = self.layers[layer]
+        return of.kv_heads or self.kv_heads, of.head_dim or self.head_dim
 
     @property
     def context(self) -> int:
@@ -189,6 +199,9 @@ def attention_shape(
             mixer.rope,
             _to_device_of(of_heads, cos),
             mixer.gated,
+            mixer.kv_heads if architecture.global_heads else 0,
+            mixer.head_dim if architecture.global_heads else 0,
+            mixer.value_norm,
         )
         for (mixer, heavy), (q, k), of_heads in zip(mixers, norms, sinks or (None,) * len(mixers), strict=True)
         if isinstance(mixer, Attention)

@@ -39,6 +39,8 @@ IMAGES: dict[str, Any] = {
 }
 PARTS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("gemma3_text", {}),
+    "gemma4": ("gemma4_text", {}),
+    "gemma4_unified": ("gemma4_unified_text", {}),
     "mistral3": ("mistral", {"model_type": "pixtral", "head_dim": 16}),
     "internvl": ("qwen3", {"model_type": "internvl_vision"}),
     "llava": ("llama", {"model_type": "clip_vision_model", "projection_dim": 32}),
@@ -63,7 +65,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
             **TEXT,
             **(SMALL | EXPERTS)[family],
             "model_type": family,
-            "num_hidden_layers": 4 if "qwen3_5" in family else 2,
+            "num_hidden_layers": {"qwen3_5": 4, "gemma4": 3}.get(model_type[:7].rstrip("_"), 2),
             "tie_word_embeddings": False,
         }
         told = {"image_token_index": VOCABULARY - 1, "image_token_id": VOCABULARY - 1, "mm_tokens_per_image": 4}

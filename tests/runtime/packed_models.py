@@ -95,6 +95,23 @@ DELTA_MIXTURE: dict[str, Any] = {
     "num_experts_per_tok": 2,
 }
 
+GEMMA_4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "hidden_size_per_layer_input": 0,
+    "num_hidden_layers": 3,
+    "head_dim": 12,
+    "global_head_dim": 20,
+    "sliding_window": 5,
+    "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    "final_logit_softcapping": 20.0,
+    "tie_word_embeddings": True,
+    "pad_token_id": 0,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+    },
+}
+
 VARIANTS: Mapping[str, dict[str, Any]] = {
     "llama": {"model_type": "llama"},
     "llama tied, biases, llama3 rotary": {
@@ -175,6 +192,8 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
             "full_attention": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 2.0},
         },
     },
+    "gemma4, heads of two sizes": GEMMA_4,
+    "gemma4, keys for values": {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "gemma, wide heads": {"model_type": "gemma", "head_dim": 12, "tie_word_embeddings": True, "pad_token_id": 0},
     "vaultgemma, soft caps, no norms after": {
         "model_type": "vaultgemma",
@@ -374,6 +393,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             None if family.experts is None else experts(f"model.layers.{i}"),
             weight(f"model.layers.{i}.{family.sinks}") if family.sinks else None,
             delta_net(i),
+            0.5 + weight(f"model.layers.{i}.{family.layer_scalar}").abs() if family.layer_scalar else None,
         )
         for i in range(config.num_hidden_layers)
     )
@@ -413,18 +433,20 @@ def layer_of(
     mlp: ExpertMlp | None = None,
     sinks: Tensor | None = None,
     delta_net: Mapping[str, Tensor] = MappingProxyType({}),
+    scalar: Tensor | None = None,
 ) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
     attention = {name: sites[name] for name in ATTENTION_SITES}
     mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES})
-    return PackedLayer(attention, norms, mlp, sinks=sinks, delta_net=delta_net)
+    return PackedLayer(attention, norms, mlp, sinks=sinks, delta_net=delta_net, scalar=scalar)
 
 
 def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     """The same block with these sites in place of their namesakes."""
     sites = {**layer.sites, **changed}
     if isinstance(layer.mlp, DenseMlp):
-        return dataclasses.replace(layer_of(sites, layer.norms, delta_net=layer.delta_net), basis=layer.basis)
+        made = layer_of(sites, layer.norms, delta_net=layer.delta_net, scalar=layer.scalar)
+        return dataclasses.replace(made, basis=layer.basis)
     if isinstance(layer.mlp, ExpertMlp):
         mlp = dataclasses.replace(layer.mlp, sites={name: sites[name] for name in MLP_SITES})
         return dataclasses.replace(layer, attention={name: sites[name] for name in ATTENTION_SITES}, mlp=mlp)
@@ -454,7 +476,7 @@ def by_neurons(packed: PackedModel, seed: int = 0, gates: str = "zigzag", tails:
             frequency=torch.linspace(1, 0, len(gate)),
             order=order,
         )
-        layers.append(PackedLayer(sites, layer.norms, mlp, layer.basis))
+        layers.append(dataclasses.replace(layer, attention=sites, mlp=mlp))
     return dataclasses.replace(packed, layers=tuple(layers), manifest={**packed.manifest, "kind": "neuron-q4_k"})
 
 

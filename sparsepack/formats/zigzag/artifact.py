@@ -22,6 +22,7 @@ from sparsepack.formats.zigzag.reader import (
     ROUTER_BIAS,
     ROW_SCALE,
     RULE_VECTORS,
+    SCALAR,
     SHARED_GATE,
     SINKS,
     TAIL,
@@ -124,8 +125,9 @@ class ZigzagArtifact(GgufArtifact):
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.weight")
         if f"{what}.{part}" == ROUTER_BIAS and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.bias")
-        if f"{what}.{part}" == SINKS and checkpoint.family.sinks:
-            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{checkpoint.family.sinks}")
+        vectors = {SINKS: checkpoint.family.sinks, SCALAR: checkpoint.family.layer_scalar}
+        if vector := vectors.get(f"{what}.{part}"):
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{vector}")
         if f"{what}.{part}" == SHARED_GATE and experts is not None and experts.shared is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.shared.gate}.weight")
         if experts is not None and what in MLP_SITES:

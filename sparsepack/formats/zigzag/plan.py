@@ -14,6 +14,7 @@
     blk.I.SITE.bias                [rows]                  F32, where the model has one; [experts, rows] of experts
     blk.I.router.bias              [experts]               F32, likewise
     blk.I.attn_sinks.weight        [heads]                 F32, likewise: a score of each query head
+    blk.I.layer_scalar.weight      [1]                     F32, likewise: what leaves the block is multiplied by it
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
                                    [experts, columns]      at mlp_mid of experts that are read at levels
     blk.I.SITE.steps               [levels]                F32, where columns are read at levels
@@ -73,6 +74,7 @@ from sparsepack.formats.zigzag.reader import (
     ROUTER,
     ROUTER_BIAS,
     ROW_SCALE,
+    SCALAR,
     SHARED_GATE,
     SINKS,
     TAIL,
@@ -202,8 +204,9 @@ def _groups(
             yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
         for name, module in checkpoint.family_at(layer).norms.items():
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
-        if sinks := checkpoint.family.sinks:
-            yield _in_f32(checkpoint, f"blk.{layer}.{SINKS}", f"{checkpoint.family.block(layer)}.{sinks}")
+        for stored, source in ((SINKS, checkpoint.family.sinks), (SCALAR, checkpoint.family.layer_scalar)):
+            if source:
+                yield _in_f32(checkpoint, f"blk.{layer}.{stored}", f"{checkpoint.family.block(layer)}.{source}")
         yield from _planned_delta_net(checkpoint, architecture, layer)
         yield from block(architecture, layer)
     yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)

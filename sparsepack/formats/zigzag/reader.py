@@ -57,6 +57,9 @@ ROUTER_BIAS = "router.bias"
 SINKS = "attn_sinks.weight"
 """The name of the scores that query heads have beside those of keys, after the block's own."""
 
+SCALAR = "layer_scalar.weight"
+"""The name of what all that leaves a block is multiplied by."""
+
 NUMBERS = "sparsepack.architecture"
 
 BASIS = "basis.weight"
@@ -69,13 +72,13 @@ RULE_VECTORS = (".threshold", ".steps", ".offset")
 def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple[int, ...], int]]:
     """For each site of a block: output rows of its projections in stacking order, and input columns; of an MLP with
     experts those of each expert."""
-    queries, keys = architecture.heads * architecture.head_dim, architecture.kv_heads * architecture.head_dim
     mixer = architecture.blocks[layer].mixer
     into: tuple[int, ...]
     if isinstance(mixer, DeltaNet):
         into, inner = (mixer.channels, mixer.values), mixer.values
     else:
-        into, inner = (queries * (1 + mixer.gated), keys, keys), queries
+        inner, keys = architecture.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
+        into = (inner * (1 + mixer.gated), *((keys,) if mixer.k_eq_v else (keys, keys)))
     apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": (into, architecture.hidden),
         "attn_out": ((architecture.hidden,), inner),
@@ -137,11 +140,11 @@ def delta_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[int,
 
 def norm_widths(architecture: Architecture, layer: int) -> dict[str, int]:
     """For each norm of a block, the number of channels that the norm scales."""
-    heads = {"q_norm": 1, "k_norm": 1, "q_row_norm": architecture.heads, "k_row_norm": architecture.kv_heads}
-    return {
-        name: heads[name] * architecture.head_dim if name in heads else architecture.hidden
-        for name in architecture.family(layer).norms
-    }
+    mixer, heads = architecture.blocks[layer].mixer, dict[str, int]()
+    if isinstance(mixer, Attention):
+        of_rows = {"q_row_norm": architecture.heads, "k_row_norm": mixer.kv_heads}
+        heads = {name: count * mixer.head_dim for name, count in {"q_norm": 1, "k_norm": 1, **of_rows}.items()}
+    return {name: heads.get(name, architecture.hidden) for name in architecture.family(layer).norms}
 
 
 _MATRIX_TYPES = ("Q8_0", "Q6_K", "Q4_K", "F16", "BF16", "F32")
@@ -193,7 +196,8 @@ class ModelReader:
         mixer = self.architecture.blocks[layer].mixer
         sinks = isinstance(mixer, Attention) and mixer.sinks
         of_heads = self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads) if sinks else None
-        return PackedLayer(*parts, of_heads, self.delta_net(layer))
+        scalar = self.vector(f"blk.{layer}.{SCALAR}", 1) if self.architecture.blocks[layer].scaled else None
+        return PackedLayer(*parts, of_heads, self.delta_net(layer), scalar)
 
     def delta_net(self, layer: int) -> Mapping[str, Tensor]:
         """What a gated delta net has beside its sites; empty for a block with attention."""

@@ -42,7 +42,7 @@ from sparsepack.models.checkpoint.config_files import (
 )
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.families import FAMILIES, TEXT_PARTS, check_known, family_of
-from sparsepack.models.family import Family, TextPart
+from sparsepack.models.family import Family, TextPart, config_value
 from sparsepack.models.found import family_of_config, told
 from sparsepack.progress import say
 
@@ -234,7 +234,7 @@ def _check_sizes(config: Any, name: str, limits: Mapping[str, int], family: Fami
             raise CheckpointError(f"{name}: {field} is {str(found)[:60]}; expected {value}, all that is computed here")
     of_heads = (("head_dim", 1), ("sliding_window", 0)) if config.model_type in FAMILIES else ()
     for field, least in of_heads:
-        value = getattr(config, field, None)
+        value = config_value(config, field)
         if value is not None and (type(value) is not int or not least <= value < 2**31):
             raise CheckpointError(
                 f"{name}: {field} is {str(value)[:60]}; expected a whole number from {least} to {2**31 - 1}"

@@ -3,7 +3,7 @@ the whole model with its weights, on one device or spread over several GPUs."""
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,6 +52,9 @@ def single_layer(config: Any, layer: int = 0) -> Any:
     family = FAMILIES[config.model_type]
     for name, value in layer_kind(config, layer).items():
         setattr(single, name, [value])
+    if family.global_heads:
+        of_layer = config.per_layer_config[layer]
+        single.per_layer_config = {0: {name: getattr(of_layer, name) for name in ("head_dim", "num_key_value_heads")}}
     for name in (family.scales_input, family.divides_logits):
         if name:
             setattr(single, name, 1.0)
@@ -77,18 +80,26 @@ def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tupl
         state = {name: tuple(value.shape) for name, value in meta_model(config).state_dict().items()}
         return {name: shape for name, shape in state.items() if name != family.head or not config.tie_word_embeddings}
     shapes: dict[str, tuple[int, ...]] = {}
-    alike: dict[bool, list[int]] = {}  # layers, by whether they have another mixer than attention
+    alike: dict[Any, list[int]] = {}  # layers, by their kinds
     for layer in range(config.num_hidden_layers):
-        alike.setdefault(family.at(config, layer) is not family, []).append(layer)
+        alike.setdefault(tuple(layer_kind(config, layer).values()), []).append(layer)
     for layers in alike.values():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(single_layer(config, layers[0]), **STOCK_ALONE)
         order_experts(backbone_of(model).layers, family)
-        for name, parameter in model.named_parameters():
+        for name, parameter in placed_in(model):
             within = name.removeprefix(f"{family.block(0)}.")
             of_layers = [f"{family.block(layer)}.{within}" for layer in layers if within != name]
             shapes |= dict.fromkeys(of_layers or [name], tuple(parameter.shape))
     return shapes | {family.basis(layer): (config.hidden_size, config.hidden_size) for layer in bases}
+
+
+def placed_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name every tensor of a stock model that a checkpoint has: parameters, of two tied ones the first, and buffers
+    that are not computed."""
+    yield from model.named_parameters()
+    stored = model.state_dict(keep_vars=True)
+    yield from ((name, value) for name, value in model.named_buffers() if name in stored)
 
 
 def add_basis(block: nn.Module, hidden: int) -> None:
@@ -210,12 +221,13 @@ def build_model(
         add_basis(backbone.layers[layer], config.hidden_size)
     found = places(model)
     where = (lambda name: device) if found is None else partial(place_of, places=found)
-    for name, _ in list(model.named_parameters()):
+    for name, place in list(placed_in(model)):
         if name == HEAD and config.tie_word_embeddings:
             continue
         module = model.get_submodule(name.rpartition(".")[0])
         value = tensor(name).to(where(name), dtype)
-        setattr(module, name.rpartition(".")[2], nn.Parameter(value, requires_grad=False))
+        of_kind = nn.Parameter(value, requires_grad=False) if isinstance(place, nn.Parameter) else value
+        setattr(module, name.rpartition(".")[2], of_kind)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight
     first = model.get_input_embeddings().weight.device

@@ -171,6 +171,8 @@ class OperationsDecoder:
             read = norm("mlp_norm", x) if block.norms_before else x
             update = layer.mlp.output(read, block.mlp.activation, mode, scales)
             x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
+            if layer.scalar is not None:
+                x = x * layer.scalar
         if controlled is not None and scales is not None:
             controlled.end_step(sequences, scales)
         for sequence in sequences:
@@ -198,11 +200,13 @@ class OperationsDecoder:
         """What attention makes of what attn_in gives."""
         a, cached, sparse = self._architecture, self._cached[number], mode in (Mode.STEP, Mode.MASKED)
         gates = None
+        if mixer.k_eq_v:
+            rows = torch.cat([rows, rows[:, a.heads * mixer.head_dim :]], -1)
         if mixer.gated:  # of each head its queries, then its gates
-            queries, rest = rows.tensor_split([2 * a.heads * a.head_dim], dim=-1)
-            q, gates = torch.unflatten(queries, -1, (a.heads, 2, a.head_dim)).unbind(-2)
+            queries, rest = rows.tensor_split([2 * a.heads * mixer.head_dim], dim=-1)
+            q, gates = torch.unflatten(queries, -1, (a.heads, 2, mixer.head_dim)).unbind(-2)
             rows, gates = torch.cat([q.flatten(1), rest], -1), gates.flatten(1)
-        of_each = self._norm_rows(number, rows).tensor_split(len(sequences))
+        of_each = self._norm_rows(number, mixer, rows).tensor_split(len(sequences))
         attended = torch.cat(
             [
                 self.cache.attend(cached, self.cache.append(cached, qkv, sequence), sequence, sparse)
@@ -211,12 +215,13 @@ class OperationsDecoder:
         )
         return attended if gates is None else attended * gates.sigmoid()
 
-    def _norm_rows(self, number: int, qkv: Tensor) -> Tensor:
+    def _norm_rows(self, number: int, mixer: Attention, qkv: Tensor) -> Tensor:
         """What attn_in gives, queries and keys of all heads normed together where the model does that."""
-        a, norm = self._architecture, partial(self._norm, self._layers[number])
-        if a.blocks[number].qk_norm != "rows":
+        norm = partial(self._norm, self._layers[number])
+        if mixer.qk_norm != "rows":
             return qkv
-        q, k, v = torch.split(qkv, [heads * a.head_dim for heads in (a.heads, a.kv_heads, a.kv_heads)], dim=-1)
+        heads = (self._architecture.heads, mixer.kv_heads, mixer.kv_heads)
+        q, k, v = torch.split(qkv, [count * mixer.head_dim for count in heads], dim=-1)
         return torch.cat([norm("q_row_norm", q), norm("k_row_norm", k), v], dim=-1)
 
     def _logits(self, hidden: Tensor) -> Tensor:

@@ -304,14 +304,15 @@ def _levels(x: Tensor, limits: Tensor, scales: StepScales | None, most: int) -> 
 
 @dataclass(frozen=True)
 class LoadedLayer:
-    """A loaded block. `basis` is what its input is multiplied by first; None: nothing. `delta_net` is as a
-    `PackedLayer` has it."""
+    """A loaded block. `basis` is what its input is multiplied by first; None: nothing. `delta_net` and `scalar` are as
+    a `PackedLayer` has them."""
 
     attention: Mapping[str, LoadedSite]
     norms: Mapping[str, Tensor]
     mlp: Mlp
     basis: Any | None
     delta_net: Mapping[str, Tensor]
+    scalar: Tensor | None
 
     @property
     def active(self) -> Mapping[str, Tensor]:
@@ -325,7 +326,8 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device)
     mlp = _LOADERS[layer.mlp.kind](layer.mlp, operations, device)
     basis = None if layer.basis is None else operations.load_rows(layer.basis, device)
     delta_net = {name: value.to(device) for name, value in layer.delta_net.items()}
-    return LoadedLayer(_load_sites(layer.attention, operations, device), norms, mlp, basis, delta_net)
+    scalar = None if layer.scalar is None else layer.scalar.to(device)
+    return LoadedLayer(_load_sites(layer.attention, operations, device), norms, mlp, basis, delta_net, scalar)
 
 
 def _load_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:

@@ -175,10 +175,14 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         builder.add_layer(*(vector(layer.norms[name] if name in block.norms else None) for name in _NORMS))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
+        if layer.scalar is not None:
+            builder.set_scalar(float(layer.scalar))
         if isinstance(block.mixer, DeltaNet):
             _add_delta_net(builder, block.mixer, layer.delta_net)
         elif block.mixer.gated:
             builder.set_gated()
+        elif block.mixer.k_eq_v:
+            builder.set_k_eq_v()
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(

@@ -27,7 +27,7 @@ class NativeKvCache:
 
     def __init__(self, shape: AttentionShape) -> None:
         self.sparse_from = shape.sparse_from
-        self._heads = shape.heads * shape.head_dim
+        self._rows = [shape.heads * shape.heads_of(layer)[1] for layer in range(len(shape.layers))]
         self.native: list[Any] = [_native_cache(shape) for _ in range(shape.sequences)]
         for cache in self.native if shape.neighbours else ():
             cache.turn_neighbours()
@@ -44,7 +44,7 @@ class NativeKvCache:
         return rows
 
     def attend(self, layer: int, queries: Tensor, sequence: int = 0, sparse: bool = False) -> Tensor:
-        y = torch.empty(len(queries), self._heads)
+        y = torch.empty(len(queries), self._rows[layer])
         operations().attend(self.native[sequence], layer, queries.numpy(), y.numpy(), sparse)
         return y
 
@@ -75,7 +75,17 @@ def _native_cache(shape: AttentionShape) -> Any:
         "scale": shape.score_scale,
         "cap": shape.cap,
         "layers": [
-            (of.window, vector(of.q_norm), vector(of.k_norm), of.table, vector(of.sinks)) for of in shape.layers
+            (
+                of.window,
+                vector(of.q_norm),
+                vector(of.k_norm),
+                of.table,
+                vector(of.sinks),
+                of.kv_heads,
+                of.head_dim,
+                of.value_norm,
+            )
+            for of in shape.layers
         ],
         "instruction_set": instruction_set(),
     }

@@ -74,7 +74,7 @@ class MetalKvCache(DenseKvCache):
         given = (parts if x is None else x for x in (qkv.bias, norms.q_norm, norms.k_norm))
         return launch(
             "attend",
-            *(parts, *given, shape.cos, shape.sin, self._keys[layer, 0], self._values[layer, 0]),
+            *(parts, *given, shape.cos, shape.sin, self._keys[layer][0], self._values[layer][0]),
             *(to.outputs, to.softmax, *parts.shape, shape.heads, shape.kv_heads, shape.head_dim, shape.context),
             *(position, first, chunk, with_, float(shape.eps)),
             groups=(chunks, shape.kv_heads),

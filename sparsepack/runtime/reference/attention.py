@@ -94,15 +94,20 @@ def attention(
 class DenseKvCache:
     """See `runtime.kv_cache.KvCache`. Every query attends to every position that its layer's window shows it.
 
-    Layout: keys and values [layers, sequences, kv_heads, context, head_dim], of `type`, 8 bytes * layers * kv_heads *
-    head_dim a position for "f32". Queries are float32 [heads, S, head_dim]; sums are float32.
+    Layout: of each layer keys and values [sequences, kv_heads, context, head_dim], of `type`, 8 bytes * layers *
+    kv_heads * head_dim a position for "f32". Queries are float32 [heads, S, head_dim]; sums are float32.
     """
 
     def __init__(self, shape: AttentionShape, type: str, device: torch.device | str) -> None:
         self.type, self.sparse_from = type, shape.sparse_from
         self._shape = shape
-        extent = (len(shape.layers), shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
-        self._keys, self._values = (torch.zeros(extent, dtype=CACHE_TYPES[type], device=device) for _ in range(2))
+        self._keys, self._values = (
+            [
+                torch.zeros(shape.sequences, kv_heads, shape.context, width, dtype=CACHE_TYPES[type], device=device)
+                for kv_heads, width in map(shape.heads_of, range(len(shape.layers)))
+            ]
+            for _ in range(2)
+        )
         self._lengths = [0] * shape.sequences
         self._tables = [[*shape.tables] for _ in range(shape.sequences)]
 
@@ -112,12 +117,15 @@ class DenseKvCache:
 
     def append(self, layer: int, qkv: Tensor, sequence: int = 0) -> Tensor:
         shape, norms = self._shape, self._shape.layers[layer]
-        rows = [heads * shape.head_dim for heads in (shape.heads, shape.kv_heads, shape.kv_heads)]
-        q, k, v = torch.split(qkv, rows, dim=-1)
+        kv_heads, width = shape.heads_of(layer)
+        by_head = torch.unflatten(qkv, -1, (-1, width)).transpose(0, 1)  # [all heads, S, head_dim]
+        q, k, v = torch.split(by_head, [shape.heads, kv_heads, kv_heads])
         new = slice(self._lengths[sequence], self._lengths[sequence] + len(qkv))
         cos, sin = (of[new] for of in self._tables[sequence][norms.table])
-        self._keys[layer, sequence, :, new] = self._apply_rope(k, norms.k_norm, cos, sin)
-        self._values[layer, sequence, :, new] = self._by_head(v)
+        self._keys[layer][sequence, :, new] = self._apply_rope(k, norms.k_norm, cos, sin)
+        if norms.value_norm:
+            v = rms_norm(v, torch.ones_like(v[0, 0]), shape.eps)
+        self._values[layer][sequence, :, new] = v
         queries = self._apply_rope(q, norms.q_norm, cos, sin)
         return queries if shape.query_scale is None else queries * shape.query_scale[new, None]
 
@@ -127,7 +135,7 @@ class DenseKvCache:
         last = first + queries.shape[1]
         oldest = max(0, first + 1 - window) if window else 0
         seen = visible(first, queries.shape[1], oldest, window, queries.device)
-        keys, values = (cached[layer, sequence, :, oldest:last].float() for cached in (self._keys, self._values))
+        keys, values = (cached[layer][sequence, :, oldest:last].float() for cached in (self._keys, self._values))
         return attention(queries, keys, values, seen, self._shape.scale, self._shape.cap, of_layer.sinks)
 
     def advance(self, positions: int, sequence: int = 0) -> None:
@@ -137,8 +145,8 @@ class DenseKvCache:
         self._lengths[sequence] = length
 
     def copy(self, source: int, to: int, length: int) -> None:
-        for cached in (self._keys, self._values):
-            cached[:, to, :, :length] = cached[:, source, :, :length]
+        for cached in (*self._keys, *self._values):
+            cached[to, :, :length] = cached[source, :, :length]
         self._lengths[to] = length
 
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
@@ -151,12 +159,8 @@ class DenseKvCache:
     def reset(self) -> None:
         self._lengths = [0] * self._shape.sequences
 
-    def _apply_rope(self, rows: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries or keys, normed where the model does that, and rotated: [heads, S, head_dim]."""
-        x = self._by_head(rows)
+    def _apply_rope(self, x: Tensor, norm: Tensor | None, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries or keys [heads, S, head_dim], normed where the model does that, and rotated."""
         if norm is not None:
             x = rms_norm(x, norm, self._shape.eps)
         return rotate(x, cos, sin, self._shape.neighbours)
-
-    def _by_head(self, rows: Tensor) -> Tensor:
-        return rows.view(len(rows), -1, self._shape.head_dim).transpose(0, 1)  # [heads, S, head_dim]

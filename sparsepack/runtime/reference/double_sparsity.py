@@ -179,7 +179,7 @@ class DoubleSparsityKvCache(DenseKvCache):
         if labels is not None and channels is not None:
             new = slice(self._lengths[sequence], self._lengths[sequence] + len(qkv))
             for kept, found in zip(
-                labels, encode_labels(heavy(self._keys[layer, sequence, :, new], channels)), strict=True
+                labels, encode_labels(heavy(self._keys[layer][sequence, :, new], channels)), strict=True
             ):
                 kept[sequence, :, new] = found
         return queries
@@ -190,7 +190,7 @@ class DoubleSparsityKvCache(DenseKvCache):
             return super().attend(layer, queries, sequence)
         first, of_layer = self._lengths[sequence], self._shape.layers[layer]
         here = slice(first + queries.shape[1])
-        keys, values = (of[layer, sequence, :, here] for of in (self._keys, self._values))
+        keys, values = (of[layer][sequence, :, here] for of in (self._keys, self._values))
         codes, scales = (of[sequence, :, here] for of in labels)
         labelled, (scale, cap) = Labels(codes, scales, channels), (self._shape.scale, self._shape.cap)
         window, sinks = of_layer.window, of_layer.sinks

@@ -55,7 +55,7 @@ class Both:
         of = self.ours._double_sparsity[0]
         assert of is not None
         for ours, theirs in ((of.dense.keys, self.oracle._keys), (of.dense.values, self.oracle._values)):
-            ours[sequence, :, new] = theirs[0, sequence, :, new].cuda()
+            ours[sequence, :, new] = theirs[0][sequence, :, new].cuda()
         double_sparsity.label_append(of, first, count, sequence)
         self.ours.advance(count, sequence)
         self.oracle.advance(count, sequence)

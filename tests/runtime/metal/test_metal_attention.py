@@ -72,7 +72,7 @@ def check_attention(
         expected = oracle.attend(0, oracle.append(0, qkv))
         oracle.advance(1)
         if only_last and position < positions - 1:
-            keys[:, position], values[:, position] = oracle._keys[0, 0, :, position], oracle._values[0, 0, :, position]
+            keys[:, position], values[:, position] = oracle._keys[0][0, :, position], oracle._values[0][0, :, position]
             continue
         first = max(0, position + 1 - window) if window else 0
         chunks = -(-(position + 1 - first) // chunk)
@@ -91,7 +91,7 @@ def check_attention(
             256,
         )
         for ours, of_oracle in ((keys, oracle._keys), (values, oracle._values)):
-            assert ((ours - of_oracle[0, 0]).abs() <= 2e-3 * of_oracle[0, 0].abs() + 1e-6).all()
+            assert ((ours - of_oracle[0][0]).abs() <= 2e-3 * of_oracle[0][0].abs() + 1e-6).all()
         y = put_together(library, attended, softmax, head_dim)
         assert (y - expected[0]).abs().max() < 1e-2
 

@@ -105,6 +105,18 @@ public:
         model_.layers.back().gated = true;
     }
 
+    // The last layer's values are its keys.
+    void set_k_eq_v() {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().k_eq_v = true;
+    }
+
+    // Sets what all that leaves the last layer is multiplied by.
+    void set_scalar(float scalar) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().scalar = scalar;
+    }
+
     // The last layer has a gated delta net in place of attention; conv: [taps][channels].
     void set_delta_net(int32_t key_heads, int32_t value_heads, int32_t key_dim, int32_t value_dim, int32_t taps,
                        std::shared_ptr<RowsMatrix> gates, Vector conv, Vector rate, Vector bias, Vector norm) {
@@ -265,6 +277,8 @@ void bind_decoder(nb::module_& m) {
              "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none())
         .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_gated", &Builder::set_gated)
+        .def("set_k_eq_v", &Builder::set_k_eq_v)
+        .def("set_scalar", &Builder::set_scalar, "scalar"_a)
         .def("set_delta_net", &Builder::set_delta_net, nb::kw_only(), "key_heads"_a, "value_heads"_a, "key_dim"_a,
              "value_dim"_a, "taps"_a, "gates"_a, "conv"_a, "rate"_a, "bias"_a, "norm"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)

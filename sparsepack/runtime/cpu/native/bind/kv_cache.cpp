@@ -28,7 +28,7 @@ namespace {
 template <int dimensions, class T = float>
 using Array = nb::ndarray<const T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
 using Norm = std::optional<Array<1>>;
-using Layers = std::vector<std::tuple<int32_t, Norm, Norm, int32_t, Norm>>;
+using Layers = std::vector<std::tuple<int32_t, Norm, Norm, int32_t, Norm, int32_t, int32_t, bool>>;
 using Tables = std::vector<std::pair<Array<2>, Array<2>>>;
 
 template <class T>
@@ -39,14 +39,14 @@ auto copied(const T& x) {
 std::vector<LayerAttention> made_of(const Layers& layers) {
     std::vector<LayerAttention> made;
     auto given = [](const Norm& of) { return of ? copied(*of) : std::vector<float>(); };
-    for (const auto& [window, q_norm, k_norm, table, sinks] : layers)
-        made.push_back({window, given(q_norm), given(k_norm), table, given(sinks)});
+    for (const auto& [window, q_norm, k_norm, table, sinks, kv_heads, head_dim, value_norm] : layers)
+        made.push_back({window, given(q_norm), given(k_norm), table, given(sinks), kv_heads, head_dim, value_norm});
     return made;
 }
 
 std::vector<RotaryTable> made_of(const Tables& tables) {
     std::vector<RotaryTable> made;
-    for (const auto& [cos, sin] : tables) made.push_back({copied(cos), copied(sin)});
+    for (const auto& [cos, sin] : tables) made.push_back({copied(cos), copied(sin), int32_t(cos.shape(1))});
     return made;
 }
 

@@ -211,7 +211,7 @@ public:
 
     void attend(const KvCache& cache, int layer, Array<const float, 2> qkv, Array<float, 2> y, bool sparse) {
         expect_positions(cache, layer, qkv.shape(0), qkv.shape(1));
-        expect(y.shape(0) == qkv.shape(0) && (int64_t)y.shape(1) == cache.shape().q_rows(),
+        expect(y.shape(0) == qkv.shape(0) && (int64_t)y.shape(1) == cache.shape(layer).q_rows(),
                "y: expected [positions, heads * head_dim]");
         std::lock_guard<std::mutex> lock(mutex_);
         scratch_.resize(pool_.threads());
@@ -252,7 +252,8 @@ private:
 
     static void expect_positions(const KvCache& cache, int layer, size_t positions, size_t rows) {
         expect(layer >= 0 && layer < cache.layers(), "layer: the cache has no such");
-        expect((int64_t)rows == cache.shape().qkv_rows(), "qkv: expected [positions, (heads + 2 kv_heads) * head_dim]");
+        expect((int64_t)rows == cache.shape(layer).qkv_rows(),
+               "qkv: expected [positions, (heads + 2 kv_heads) * head_dim]");
         expect(cache.length() + (int64_t)positions <= cache.shape().context, "positions: more than there is room for");
     }
 

@@ -12,16 +12,6 @@ namespace sparsepack {
 void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logits, int thread) {
     int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
     float *normed = wide_normed_.data(), *inner = wide_inner_.data();
-    auto add = [&](const Sums& sums, const std::vector<float>& norm) {
-        float* own = scratch_[thread].d.data();
-        for (int32_t t = first; t < last; ++t) {
-            float* x = wide_x_.data() + int64_t(t) * s_.hidden;
-            read(sums_of(sums, t), 0, s_.hidden, norm.empty() ? x : own, norm.empty());
-            if (norm.empty()) continue;
-            k_.rms_norm(own, norm.data(), s_.hidden, s_.eps, own);
-            k_.sum(own, 0, 1, nullptr, s_.hidden, 1, x);
-        }
-    };
     for (int32_t t = first; t < last; ++t) look_up(ids[t], wide_x_.data() + int64_t(t) * s_.hidden);
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
@@ -36,30 +26,46 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
         }
         attend_batch(multiply_batch(number, ATTN_IN, normed, batch, sparse, thread), number, batch, sparse, thread);
         pool_.barrier();
-        add(multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread), layer.attn_post_norm);
+        add_batch(multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread), layer.attn_post_norm, batch, thread);
 
         norm_rows(layer.mlp_norm, first, last);
         pool_.barrier();
-        if (layer.experts) {
-            experts_batch(number, batch, sparse, thread);
-            continue;
-        }
-        float* of_gates = partial_sums_[MLP_IN & 1].data();
-        if (layer.gates && thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
-        Sums sums = layer.gates ? gates(number, normed, batch, of_gates, thread)
-                                : multiply_batch(number, MLP_IN, normed, batch, sparse, thread);
-        if (layer.neurons) {
-            neurons_batch(sums, number, batch, sparse, thread);
-            continue;
-        }
-        gate_batch(sums, batch, thread);
-        pool_.barrier();
-        add(multiply_batch(number, MLP_MID, inner, batch, sparse, thread), layer.mlp_post_norm);
+        mlp_batch(number, batch, sparse, thread);
+        scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
     norm_rows(model_.output_norm, first, last);
     pool_.barrier();
     share_matmul(k_, pool_, model_.output, normed, batch, logits);
     cap_logits(logits, batch, thread);
+}
+
+// x += a finished product for each sequence, of which this thread adds its share, normed where `norm` is not empty.
+void Decoder::add_batch(const Sums& sums, const std::vector<float>& norm, int32_t batch, int thread) {
+    int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
+    float* own = scratch_[thread].d.data();
+    for (int32_t t = first; t < last; ++t) {
+        float* x = wide_x_.data() + int64_t(t) * s_.hidden;
+        read(sums_of(sums, t), 0, s_.hidden, norm.empty() ? x : own, norm.empty());
+        if (norm.empty()) continue;
+        k_.rms_norm(own, norm.data(), s_.hidden, s_.eps, own);
+        k_.sum(own, 0, 1, nullptr, s_.hidden, 1, x);
+    }
+}
+
+// The MLP of a block, from `wide_normed_` to what it adds to the sequences.
+void Decoder::mlp_batch(int number, int32_t batch, bool sparse, int thread) {
+    const Layer& layer = model_.layers[number];
+    float* normed = wide_normed_.data();
+    if (layer.experts) return experts_batch(number, batch, sparse, thread);
+    float* of_gates = partial_sums_[MLP_IN & 1].data();
+    if (layer.gates && thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
+    Sums sums = layer.gates ? gates(number, normed, batch, of_gates, thread)
+                            : multiply_batch(number, MLP_IN, normed, batch, sparse, thread);
+    if (layer.neurons) return neurons_batch(sums, number, batch, sparse, thread);
+    gate_batch(sums, batch, thread);
+    pool_.barrier();
+    add_batch(multiply_batch(number, MLP_MID, wide_inner_.data(), batch, sparse, thread), layer.mlp_post_norm, batch,
+              thread);
 }
 
 // The products of a site with the rows of x [sequences][columns], which all threads have left; of x remains what is
@@ -157,12 +163,13 @@ void Decoder::attend_batch(const Sums& qkv, int layer, int32_t batch, bool spars
         return;
     }
     int32_t at = -1;  // the sequence whose heads this thread has normed
-    pool_.share(batch * a_.kv_heads, [&](int item, int) {
-        int32_t index = item / a_.kv_heads;
+    const AttentionShape& a = heads(layer);
+    pool_.share(batch * a.kv_heads, [&](int item, int) {
+        int32_t index = item / a.kv_heads;
         if (index != at) norm_heads(sums_of(qkv, index), layer, thread);
         at = index;
-        float* y = wide_inner_.data() + int64_t(index) * a_.q_rows();
-        attend(sums_of(qkv, index), *batch_caches_[index], layer, item % a_.kv_heads, sparse, y, thread);
+        float* y = wide_inner_.data() + int64_t(index) * a.q_rows();
+        attend(sums_of(qkv, index), *batch_caches_[index], layer, item % a.kv_heads, sparse, y, thread);
     });
 }
 

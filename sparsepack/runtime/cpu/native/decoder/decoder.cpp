@@ -59,11 +59,13 @@ void check_delta_net(const DeltaNet& net, const Layer& layer, const Shape& s, co
 
 void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
     if (layer.delta_net) check_delta_net(*layer.delta_net, layer, s, name);
-    int64_t into = layer.delta_net ? layer.delta_net->shape.rows() : a.qkv_rows() + layer.gated * a.q_rows();
+    int64_t into = a.qkv_rows() + layer.gated * a.q_rows() - layer.k_eq_v * a.kv_rows();
+    if (layer.delta_net) into = layer.delta_net->shape.rows();
     check_site(layer.sites[ATTN_IN], into, s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, layer.delta_net ? layer.delta_net->shape.values() : a.q_rows(),
                name + " attn_out");
-    expect(!layer.gated || layer.q_row_norm.empty(), name + ": a gate where queries are normed together");
+    expect(layer.gated + layer.k_eq_v + !layer.q_row_norm.empty() <= 1,
+           name + ": gates, keys for values, or queries normed together, not two of these");
     if (layer.neurons) {
         if (layer.gates)
             expect(layer.gates->count == s.intermediate && layer.gates->bands * BAND_ROWS == s.hidden,
@@ -106,8 +108,10 @@ void check_model(const Model& m) {
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
     expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");
+    attend = 0;
     for (size_t i = 0; i < m.layers.size(); ++i)
-        check_layer(m.layers[i], s, m.caches[0]->shape(), "block " + std::to_string(i));
+        check_layer(m.layers[i], s, m.layers[i].delta_net ? m.caches[0]->shape() : m.caches[0]->shape(attend++),
+                    "block " + std::to_string(i));
 }
 
 // bias + W offset
@@ -142,12 +146,17 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
       a_(cache_->shape()),
       k_(kernels),
       pool_(threads) {
-    int64_t inner = a_.q_rows(), delta_gates = 0, delta = 0, padded[2] = {0, 0};
+    int64_t inner = 0, own_heads = 0, delta_gates = 0, delta = 0, padded[2] = {0, 0};
     int32_t attend = 0, keep = 0;
     states_.resize(model_.caches.size());
     for (Layer& layer : model_.layers) {
         layer.kept = layer.delta_net ? keep++ : attend++;
-        if (!layer.delta_net) continue;
+        if (!layer.delta_net) {
+            const AttentionShape& of = cache_->shape(layer.kept);
+            inner = std::max<int64_t>(inner, of.q_rows());
+            own_heads = std::max(own_heads, int64_t(3 * of.gqa_ratio() + 2) * of.head_dim);
+            continue;
+        }
         const DeltaShape& shape = layer.delta_net->shape;
         inner = std::max<int64_t>(inner, shape.values());
         delta_gates = std::max<int64_t>(delta_gates, 2 * shape.value_heads);
@@ -212,7 +221,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.lists = Buffer<int32_t>(PLANES * (columns + 16));
         if (!model_.layers.empty() && !model_.layers[0].q_row_norm.empty())
             own.rows = Buffer<float>(a_.q_rows() + a_.kv_rows());
-        own.heads = Buffer<float>(int64_t(3 * a_.gqa_ratio() + 2) * a_.head_dim);
+        own.heads = Buffer<float>(own_heads);
         own.delta = Buffer<float>(delta);
         own.attention = Buffer<float>(cache_->scratch(1));
         own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));

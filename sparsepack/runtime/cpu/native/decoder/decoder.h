@@ -88,6 +88,8 @@ struct Layer {
     const Rows* basis = nullptr;        // [hidden, hidden]: the block begins with x = basis x
     std::optional<DeltaNet> delta_net;  // in place of attention, between the same sites
     bool gated = false;                 // attention has an output gate: of each head rows of queries, then of gates
+    bool k_eq_v = false;                // attn_in has no rows of values, which are the keys as it gives them
+    float scalar = 1;                   // all that leaves the block is multiplied by it
     int32_t kept = -1;  // which of the layers of the cache, or of the states, is this one; made by the decoder
 };
 
@@ -172,8 +174,11 @@ private:
     };
 
     KvCache& checked(int32_t sequence, const int64_t* ids, int64_t count) const;
+    // The heads of a layer with attention.
+    const AttentionShape& heads(int layer) const { return cache_->shape(model_.layers[layer].kept); }
     DeltaState& state(int32_t sequence, int layer) { return states_[sequence].layers[model_.layers[layer].kept]; }
-    void gate_heads(const float* gates, int64_t stride, int32_t heads, float* y) const;
+    static void gate_heads(const float* gates, int64_t stride, int32_t heads, int32_t width, float* y);
+    void scale(int layer, int64_t positions, float* x) const;
 
     // decoder/threshold_controller.cpp
     bool scales_thresholds() const noexcept { return !scales_.empty(); }
@@ -203,6 +208,7 @@ private:
 
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
+    Sums mlp(int layer, float* normed, bool sparse, int thread);
     void change_basis(const Rows& basis, float* x);
     void multiply_gates(int layer, const float* x, int32_t positions, int thread);
     void mix(const Sums& sums, int layer, const int32_t* sequences, int32_t batch, float* y, int thread);
@@ -217,6 +223,8 @@ private:
 
     // decoder/batch.cpp
     void tokens(const int64_t* ids, int32_t batch, bool sparse, float* logits, int thread);
+    void add_batch(const Sums& sums, const std::vector<float>& norm, int32_t batch, int thread);
+    void mlp_batch(int layer, int32_t batch, bool sparse, int thread);
     Sums multiply_batch(int layer, int site, float* x, int32_t batch, bool sparse, int thread);
     static Sums sums_of(const Sums& sums, int32_t index);
     Active select_batch(const Site& at, float* x, int32_t batch, int thread);
@@ -240,6 +248,7 @@ private:
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
     void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
+    void mlp_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
     void mix_rows(int layer, int32_t positions, int thread);
     void append_rows(int layer, int32_t first, int32_t last);

@@ -20,6 +20,8 @@ DoubleSparsityKvCache::DoubleSparsityKvCache(AttentionShape shape, std::vector<L
       channels_(std::move(channels)),
       policy_(std::move(policy)) {
     expect(channels_.size() == layers_.size(), "channels: expected those of every layer");
+    for (const AttentionShape& of : shapes_)
+        expect(of.kv_heads == shape.kv_heads && of.head_dim == shape.head_dim, "layers: heads of another size");
     expect(policy_.budgets.size() == size_t(shape.context) + 1, "budgets: expected [context + 1]");
     expect(policy_.sinks >= 0 && policy_.recent >= 1, "sinks, recent: expected 0 and 1 at least");
     for (int64_t seen = 0; seen <= shape.context; ++seen) {
@@ -66,7 +68,7 @@ void DoubleSparsityKvCache::copy_positions(const KvCache& other, int64_t length)
         }
 }
 
-void DoubleSparsityKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) {
+void DoubleSparsityKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, float* v) {
     DenseKvCache::append(layer, kv_head, position, q, k, v);
     const Labels& labels = labels_[layer];
     if (!labels.channels) return;

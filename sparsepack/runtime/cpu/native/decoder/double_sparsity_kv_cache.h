@@ -24,7 +24,7 @@ public:
     DoubleSparsityKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
                           const Kernels& kernels, std::vector<HeavyChannels> channels, TokenPolicy policy);
 
-    void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) override;
+    void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, float* v) override;
     void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const override;
     int64_t scratch(int32_t positions) const override;
 

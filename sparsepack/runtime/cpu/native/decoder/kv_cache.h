@@ -31,11 +31,14 @@ struct LayerAttention {
     std::vector<float> q_norm, k_norm;
     int32_t table = 0;  // by which it turns
     std::vector<float> sinks = {};
+    int32_t kv_heads = 0, head_dim = 0;  // 0: those of the shape
+    bool value_norm = false;             // each head's values are divided by their root mean square
 };
 
 // How positions turn: [context][half].
 struct RotaryTable {
     std::vector<float> cos, sin;
+    int32_t half;
 };
 
 // Consecutive positions of the query heads that share a key head, and where their outputs go.
@@ -59,6 +62,8 @@ public:
     virtual ~KvCache() = default;
 
     const AttentionShape& shape() const noexcept { return shape_; }
+    // That of a layer, whose heads may be of another size.
+    const AttentionShape& shape(int layer) const noexcept { return shapes_[layer]; }
     int layers() const noexcept { return int(layers_.size()); }
 
     // Positions that are cached: the number of the next one.
@@ -82,8 +87,8 @@ public:
     void scale_queries(std::vector<float> by);
 
     // Any thread, for a position and key head of its own: norms and rotates the query heads q [gqa_ratio][head_dim] and
-    // the key k [head_dim] in place, and keeps k and v. Counts nothing: see `advance`.
-    virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) = 0;
+    // the key k [head_dim] in place, norms v, and keeps k and v. Counts nothing: see `advance`.
+    virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, float* v) = 0;
 
     // Any thread: softmax(q k^T scale) v over the positions that each query sees, up to its own. The first
     // query's is `position`.
@@ -104,10 +109,12 @@ protected:
     void prepare_queries(int layer, float* q, int64_t position) const;
 
     // Norms and rotates the query or key at x, a head of a position.
-    void apply_rope(float* x, const std::vector<float>& norm, int32_t table, int64_t position) const;
+    void apply_rope(int layer, float* x, const std::vector<float>& norm, int64_t position) const;
 
     const AttentionShape shape_;
     const std::vector<LayerAttention> layers_;
+    std::vector<AttentionShape> shapes_;  // of each layer
+    std::vector<float> ones_;             // as many as a head has channels
     std::vector<RotaryTable> tables_;
     std::vector<float> query_scale_;  // [context], or empty
     bool neighbours_ = false;
@@ -125,7 +132,7 @@ public:
     DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
                  const Kernels& kernels);
 
-    void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, const float* v) override;
+    void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, float* v) override;
     void attend(int layer, int32_t kv_head, int64_t position, const Queries& queries) const override;
     int64_t scratch(int32_t positions) const override;
 
@@ -133,17 +140,18 @@ protected:
     void copy_positions(const KvCache& other, int64_t length) override;
     AttentionWork attention(int layer, int32_t kv_head, int64_t position, const Queries& queries) const;
 
-    // [head_dim]; of the next position `stride()` further.
+    // [head_dim]; of the next position `stride(layer)` further.
     uint16_t* key(int layer, int32_t kv_head, int64_t position) const {
-        int64_t row = (int64_t(layer) * shape_.kv_heads + kv_head) * shape_.context + position;
-        return reinterpret_cast<uint16_t*>(memory_.data()) + row * stride();
+        int64_t row = int64_t(kv_head) * shape_.context + position;
+        return reinterpret_cast<uint16_t*>(memory_.data()) + starts_[layer] + row * stride(layer);
     }
     uint16_t* value(int layer, int32_t kv_head, int64_t position) const {
-        return key(layer, kv_head, position) + shape_.head_dim;
+        return key(layer, kv_head, position) + shapes_[layer].head_dim;
     }
-    int64_t stride() const noexcept { return 2 * int64_t(shape_.head_dim); }
+    int64_t stride(int layer) const noexcept { return 2 * int64_t(shapes_[layer].head_dim); }
 
 private:
+    std::vector<int64_t> starts_;  // where each layer begins in `memory_`, and where the last one ends
     Memory memory_;
 };
 

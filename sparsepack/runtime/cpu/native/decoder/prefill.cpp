@@ -11,16 +11,15 @@ namespace sparsepack {
 void Decoder::grow_wide(int64_t positions) {
     wide_x_.grow(positions * s_.hidden);
     wide_normed_.grow(positions * s_.hidden);
-    int64_t rows = std::max({a_.qkv_rows(), 2 * s_.intermediate, s_.hidden}), inner = attn_output_.size();
-    bool gated = false;
+    int64_t rows = std::max(2 * s_.intermediate, s_.hidden), inner = attn_output_.size(), qkv = 0;
     for (const Layer& layer : model_.layers) {
         rows = std::max(rows, layer.sites[ATTN_IN].matrix->rows);
-        gated |= layer.gated;
+        if (layer.gated || layer.k_eq_v) qkv = std::max<int64_t>(qkv, cache_->shape(layer.kept).qkv_rows());
         if (layer.delta_net) delta_gates_.grow(positions * 2 * layer.delta_net->shape.value_heads);
     }
     wide_rows_.grow(positions * rows);
     wide_inner_.grow(positions * std::max<int64_t>({inner, s_.intermediate, s_.hidden}));
-    if (gated) wide_qkv_.grow(positions * a_.qkv_rows());
+    if (qkv) wide_qkv_.grow(positions * qkv);
     if (!model_.layers.empty() && model_.layers[0].gates)
         wide_inputs_.grow(positions * neuron_input_stride(model_.layers[0].gates->bands));
     if (!starts_.size()) return;
@@ -68,7 +67,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
             pool_.barrier();
             append_rows(number, first, last);
             pool_.barrier();
-            const float* qkv = (layer.gated ? wide_qkv_ : wide_rows_).data();
+            const float* qkv = (layer.gated || layer.k_eq_v ? wide_qkv_ : wide_rows_).data();
             cache_->attend_rows(pool_, layer.kept, qkv, count, wide_inner_.data(), scratch_[thread].attention.data());
             if (layer.gated) {
                 pool_.barrier();
@@ -82,25 +81,8 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
 
         norm_rows(layer.mlp_norm, first, last);
         pool_.barrier();
-        if (layer.experts) {
-            expert_rows(number, first, last, count, thread);
-            continue;
-        }
-        if (layer.gates) {
-            gates(number, wide_normed_.data(), count, wide_rows_.data(), thread);
-        } else {
-            matmul(layer.sites[MLP_IN], wide_normed_.data(), count);
-            pool_.barrier();
-        }
-        if (layer.neurons) {
-            neuron_rows(number, first, last, count);
-            continue;
-        }
-        gate_rows(number, first, last);
-        pool_.barrier();
-        matmul(layer.sites[MLP_MID], wide_inner_.data(), count);
-        pool_.barrier();
-        add_rows(layer.sites[MLP_MID], layer.mlp_post_norm, first, last);
+        mlp_rows(number, first, last, count, thread);
+        scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
     if (!logits) return;
     norm_rows(model_.output_norm, first, last);
@@ -108,6 +90,24 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
     int32_t wanted = all ? count : 1;
     share_matmul(k_, pool_, model_.output, wide_normed_.data() + int64_t(count - wanted) * s_.hidden, wanted, logits);
     cap_logits(logits, wanted, thread);
+}
+
+// The MLP of a block at all positions, from `wide_normed_` to what it adds.
+void Decoder::mlp_rows(int number, int32_t first, int32_t last, int32_t positions, int thread) {
+    const Layer& layer = model_.layers[number];
+    if (layer.experts) return expert_rows(number, first, last, positions, thread);
+    if (layer.gates) {
+        gates(number, wide_normed_.data(), positions, wide_rows_.data(), thread);
+    } else {
+        matmul(layer.sites[MLP_IN], wide_normed_.data(), positions);
+        pool_.barrier();
+    }
+    if (layer.neurons) return neuron_rows(number, first, last, positions);
+    gate_rows(number, first, last);
+    pool_.barrier();
+    matmul(layer.sites[MLP_MID], wide_inner_.data(), positions);
+    pool_.barrier();
+    add_rows(layer.sites[MLP_MID], layer.mlp_post_norm, first, last);
 }
 
 // wide_rows_[position][rows of the site] = x[position][columns of the site] W^T
@@ -130,9 +130,10 @@ void Decoder::mix_rows(int number, int32_t positions, int thread) {
 // What attention gives at positions first ... last - 1, times the sigmoid of its gates.
 void Decoder::gate_attended(int number, int32_t first, int32_t last) {
     int64_t stride = model_.layers[number].sites[ATTN_IN].matrix->rows;
+    const AttentionShape& a = heads(number);
     for (int64_t p = first; p < last; ++p)
-        gate_heads(wide_rows_.data() + p * stride + a_.head_dim, 2 * a_.head_dim, a_.heads,
-                   wide_inner_.data() + p * a_.q_rows());
+        gate_heads(wide_rows_.data() + p * stride + a.head_dim, 2 * a.head_dim, a.heads, a.head_dim,
+                   wide_inner_.data() + p * a.q_rows());
 }
 
 // From the products of attn_in at positions first ... last - 1 to queries, and to keys and values in the cache.
@@ -142,18 +143,24 @@ void Decoder::append_rows(int number, int32_t first, int32_t last) {
     for (int32_t p = first; p < last && !bias.empty(); ++p)
         k_.sum(bias.data(), 0, 1, nullptr, rows, 1, wide_rows_.data() + int64_t(p) * rows);
     const Layer& of = model_.layers[number];
+    const AttentionShape& a = heads(number);
     for (int32_t p = first; p < last && !of.q_row_norm.empty(); ++p) {
-        float *q = wide_rows_.data() + int64_t(p) * rows, *k = q + a_.q_rows();
-        k_.rms_norm(q, of.q_row_norm.data(), a_.q_rows(), s_.eps, q);
-        k_.rms_norm(k, of.k_row_norm.data(), a_.kv_rows(), s_.eps, k);
+        float *q = wide_rows_.data() + int64_t(p) * rows, *k = q + a.q_rows();
+        k_.rms_norm(q, of.q_row_norm.data(), a.q_rows(), s_.eps, q);
+        k_.rms_norm(k, of.k_row_norm.data(), a.kv_rows(), s_.eps, k);
     }
-    if (!of.gated) return cache_->append_rows(of.kept, wide_rows_.data(), first, last);
-    size_t head = a_.head_dim;
+    if (!of.gated && !of.k_eq_v) return cache_->append_rows(of.kept, wide_rows_.data(), first, last);
+    const size_t head = a.head_dim, q_rows = a.q_rows(), kv_rows = a.kv_rows();
     for (int64_t p = first; p < last; ++p) {
         const float* from = wide_rows_.data() + p * rows;
-        float* to = wide_qkv_.data() + p * a_.qkv_rows();
-        for (int32_t h = 0; h < a_.heads; ++h) memcpy(to + h * head, from + 2 * h * head, head * sizeof(float));
-        memcpy(to + a_.q_rows(), from + 2 * a_.q_rows(), 2 * a_.kv_rows() * sizeof(float));
+        float* to = wide_qkv_.data() + p * a.qkv_rows();
+        if (of.k_eq_v) {
+            memcpy(to, from, (q_rows + kv_rows) * sizeof(float));
+            memcpy(to + q_rows + kv_rows, from + q_rows, kv_rows * sizeof(float));
+            continue;
+        }
+        for (int32_t h = 0; h < a.heads; ++h) memcpy(to + h * head, from + 2 * h * head, head * sizeof(float));
+        memcpy(to + q_rows, from + 2 * q_rows, 2 * kv_rows * sizeof(float));
     }
     cache_->append_rows(of.kept, wide_qkv_.data(), first, last);
 }

@@ -52,7 +52,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
             mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
         } else {
             norm_heads(sums(input), number, thread);
-            pool_.share(a_.kv_heads, [&](int kv_head, int) {
+            pool_.share(heads(number).kv_heads, [&](int kv_head, int) {
                 attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
             });
         }
@@ -63,34 +63,43 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         add_to(x, sums(input), layer.attn_post_norm, thread);
 
         norm(x, layer.mlp_norm, normed);
-        if (layer.experts) {
-            int64_t read[2];
-            add_to(x, experts(normed, number, sparse, 0, thread, read), layer.mlp_post_norm, thread);
-            for (int site : {0, 1})
-                if (thread == 0) active_[number * SITES + MLP_IN + site] += read[site];
-            continue;
-        }
-        if (layer.gates) {
-            if (thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
-            Sums sums = gates(number, normed, 1, partial_sums_[MLP_IN & 1].data(), thread);
-            add_to(x, neurons(sums, normed, number, sparse, thread), layer.mlp_post_norm, thread);
-            continue;
-        }
-        input = select(number, MLP_IN, normed, sparse, thread);
-        multiply(input);
-        pool_.barrier();
-        if (layer.neurons) {
-            add_to(x, neurons(sums(input), normed, number, sparse, thread), layer.mlp_post_norm, thread);
-            continue;
-        }
-        input = gate(input, number, sparse, thread);
-        multiply(input);
-        pool_.barrier();
-        add_to(x, sums(input), layer.mlp_post_norm, thread);
+        add_to(x, mlp(number, normed, sparse, thread), layer.mlp_post_norm, thread);
+        scale(number, 1, x);
     }
     k_.rms_norm(x, model_.output_norm.data(), s_.hidden, s_.eps, normed);
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
     cap_logits(logits, 1, thread);
+}
+
+// What the MLP of a block makes of its input.
+Decoder::Sums Decoder::mlp(int number, float* normed, bool sparse, int thread) {
+    const Layer& layer = model_.layers[number];
+    if (layer.experts) {
+        int64_t read[2];
+        Sums sums = experts(normed, number, sparse, 0, thread, read);
+        for (int site : {0, 1})
+            if (thread == 0) active_[number * SITES + MLP_IN + site] += read[site];
+        return sums;
+    }
+    if (layer.gates) {
+        if (thread == 0) active_[number * SITES + MLP_IN] += s_.hidden;
+        Sums sums = gates(number, normed, 1, partial_sums_[MLP_IN & 1].data(), thread);
+        return neurons(sums, normed, number, sparse, thread);
+    }
+    Input input = select(number, MLP_IN, normed, sparse, thread);
+    multiply(input);
+    pool_.barrier();
+    if (layer.neurons) return neurons(sums(input), normed, number, sparse, thread);
+    input = gate(input, number, sparse, thread);
+    multiply(input);
+    pool_.barrier();
+    return sums(input);
+}
+
+// x[positions][hidden] times the scalar of a block
+void Decoder::scale(int layer, int64_t positions, float* x) const {
+    float scalar = model_.layers[layer].scalar;
+    for (int64_t i = 0; scalar != 1 && i < positions * s_.hidden; ++i) x[i] *= scalar;
 }
 
 void Decoder::look_up(int64_t id, float* x) const {
@@ -151,42 +160,43 @@ void Decoder::mix(const Sums& sums, int layer, const int32_t* sequences, int32_t
 void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
     const Layer& of = model_.layers[layer];
     if (of.q_row_norm.empty()) return;
-    float *q = scratch_[thread].rows.data(), *k = q + a_.q_rows();
-    read(qkv, 0, a_.q_rows() + a_.kv_rows(), q);
-    k_.rms_norm(q, of.q_row_norm.data(), a_.q_rows(), s_.eps, q);
-    k_.rms_norm(k, of.k_row_norm.data(), a_.kv_rows(), s_.eps, k);
+    const AttentionShape& a = heads(layer);
+    float *q = scratch_[thread].rows.data(), *k = q + a.q_rows();
+    read(qkv, 0, a.q_rows() + a.kv_rows(), q);
+    k_.rms_norm(q, of.q_row_norm.data(), a.q_rows(), s_.eps, q);
+    k_.rms_norm(k, of.k_row_norm.data(), a.kv_rows(), s_.eps, k);
 }
 
 // The query heads of one key head: from a sequence's product of attn_in to their part of y [q_rows], `norm_heads` before.
 void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread) {
     Scratch& own = scratch_[thread];
-    int32_t width = a_.head_dim, grouped = a_.gqa_ratio() * width;
+    const AttentionShape& a = heads(layer);
+    int32_t width = a.head_dim, grouped = a.gqa_ratio() * width;
     float *q = own.heads.data(), *k = q + grouped, *v = k + width, *both = v + width;
-    int64_t q_rows = a_.q_rows();
+    int64_t q_rows = a.q_rows();
     const Layer& of = model_.layers[layer];
     if (of.gated) {
         q_rows *= 2;
         read(qkv, int64_t(kv_head) * 2 * grouped, 2 * grouped, both);
-        for (int32_t head = 0; head < a_.gqa_ratio(); ++head)
+        for (int32_t head = 0; head < a.gqa_ratio(); ++head)
             memcpy(q + head * width, both + 2 * head * width, width * sizeof(float));
         read(qkv, q_rows + int64_t(kv_head) * width, width, k);
     } else if (of.q_row_norm.empty()) {
         read(qkv, int64_t(kv_head) * grouped, grouped, q);
-        read(qkv, a_.q_rows() + int64_t(kv_head) * width, width, k);
+        read(qkv, a.q_rows() + int64_t(kv_head) * width, width, k);
     } else {
         memcpy(q, own.rows.data() + int64_t(kv_head) * grouped, grouped * sizeof(float));
-        memcpy(k, own.rows.data() + a_.q_rows() + int64_t(kv_head) * width, width * sizeof(float));
+        memcpy(k, own.rows.data() + a.q_rows() + int64_t(kv_head) * width, width * sizeof(float));
     }
-    read(qkv, q_rows + a_.kv_rows() + int64_t(kv_head) * width, width, v);
+    read(qkv, q_rows + (of.k_eq_v ? 0 : a.kv_rows()) + int64_t(kv_head) * width, width, v);
     cache.append(of.kept, kv_head, cache.length(), q, k, v);
     y += int64_t(kv_head) * grouped;
     cache.attend(of.kept, kv_head, cache.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
-    if (of.gated) gate_heads(both + width, 2 * width, a_.gqa_ratio(), y);
+    if (of.gated) gate_heads(both + width, 2 * width, a.gqa_ratio(), width, y);
 }
 
-// y[heads][head_dim] *= sigmoid(gates), those of a head `stride` after those of the one before
-void Decoder::gate_heads(const float* gates, int64_t stride, int32_t heads, float* y) const {
-    int32_t width = a_.head_dim;
+// y[heads][width] *= sigmoid(gates), those of a head `stride` after those of the one before
+void Decoder::gate_heads(const float* gates, int64_t stride, int32_t heads, int32_t width, float* y) {
     for (int32_t head = 0; head < heads; ++head)
         for (int32_t i = 0; i < width; ++i) y[head * width + i] /= 1 + expf(-gates[head * stride + i]);
 }
