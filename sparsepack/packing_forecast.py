@@ -13,7 +13,6 @@ from sparsepack.files.tensors import arithmetic
 from sparsepack.formats.containers.write_tensors import FORKED_FROM, write_files
 from sparsepack.formats.plan import Plan, PlannedGroup, TensorFile
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.forecast import LIVE, block_by_block_bytes, memory_so_far
 from sparsepack.operation import Cost
 from sparsepack.packing import PackRequest, find, plan_of
@@ -36,7 +35,7 @@ def cost(checkpoint: Checkpoint, request: PackRequest, windows: tuple[int, int],
         scored = each.passes * min(held_out * windows[1], each.tokens)
     if not (options := request.fit).fits:
         return Cost(scored or None)
-    shapes = [checkpoint.stacked_shape(site) for site in SITES]
+    shapes = [checkpoint.stacked_shape(site, layer) for layer, site in checkpoint.sites]
     # Products as they come and by size, their inverse, and three of that size on the way to it; then new weights.
     site = max(4 * (6 * columns**2 + LIVE * rows * columns) for rows, columns in shapes)
     count, context = fitting_windows(checkpoint, options, windows)

@@ -152,6 +152,19 @@ SMALL: dict[str, dict[str, Any]] = {
     },
 }
 
+LATENTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "num_hidden_layers": 3,
+    "kv_lora_rank": 96,
+    "q_lora_rank": 128,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 48,
+    "v_head_dim": 64,
+    "moe_intermediate_size": 256,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {
         "num_key_value_heads": 2,
@@ -203,6 +216,30 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 2,
         "tie_word_embeddings": False,
     },
+    "deepseek_v3": {
+        **LATENTS,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+            "original_max_position_embeddings": 128,
+        },
+    },
+    "deepseek_v2": {
+        **LATENTS,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "norm_topk_prob": False,
+        "routed_scaling_factor": 1.5,
+    },
+    "glm4_moe_lite": {**LATENTS, "n_shared_experts": 1, "v_head_dim": 96},
     "qwen3_5_moe_text": {
         "num_key_value_heads": 1,
         "num_hidden_layers": 4,
@@ -323,6 +360,9 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         **(SMALL | EXPERTS)[family],
         **changes,
     }
+    if values["num_hidden_layers"] == 1 and family in EXPERTS:  # and so has experts
+        dense = FAMILIES[family].dense_mlps
+        values |= {} if dense is None else {dense.key: dense.setting(False)}
     if family == "granitemoehybrid":
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)
@@ -371,6 +411,9 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
                 parameter.copy_(0.5 + noise.abs())
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer().save_pretrained(folder)
     return folder

@@ -68,6 +68,11 @@ def channels_asked(checkpoint: Checkpoint, options: AttentionOptions) -> int:
             f"attention: {checkpoint.name} keeps a state in most of its layers, from which no tokens are selected; "
             "leave it out"
         )
+    if checkpoint.family.latent:
+        raise PackingError(
+            f"attention: {checkpoint.name} makes keys and values of latents, from which no tokens are selected; leave "
+            "it out"
+        )
     if len(attention_layers(checkpoint.config)) < checkpoint.layers:
         raise PackingError(
             f"attention: {checkpoint.name} has heads of two sizes, of which tokens are not selected; leave it out"

@@ -179,7 +179,9 @@ class LowRank(Update):
 def matrices(checkpoint: Checkpoint) -> list[str]:
     """The names of the tensors that are trained: the matrices of all blocks, in order of execution."""
     blocks = ((checkpoint.family.block(layer), checkpoint.family_at(layer)) for layer in range(checkpoint.layers))
-    return [f"{block}.{name}.weight" for block, family in blocks for site in SITES for name in family.projections[site]]
+    return [
+        f"{block}.{name}.weight" for block, family in blocks for each in family.projections.values() for name in each
+    ]
 
 
 def first_updates(

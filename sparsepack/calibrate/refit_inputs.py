@@ -273,9 +273,9 @@ class ExpertSums:
         family, (first, *shared) = self._checkpoint.family, self._checkpoint.family.projections[self._site]
         part = number - self._routed_experts
         if part < 0 or self._site != MLP_MID:
-            name = inputs_name(family, self._site, first, number)
+            name = inputs_name(family, self._site, first, number, self._layer)
             return name, known.get(name)
-        name = inputs_name(family, self._site, shared[0])
+        name = inputs_name(family, self._site, shared[0], layer=self._layer)
         inputs, columns_of_part = known.get(name), torch.arange(columns, device=self._device) + part * columns
         return name, inputs and inputs.permuted(columns_of_part)
 

@@ -29,7 +29,7 @@ from sparsepack.formats.plan import Encoded, EncodedSite, SiteEncoder, naming
 from sparsepack.formats.table import Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_taken
-from sparsepack.models.family import MLP_SITES, SITES
+from sparsepack.models.family import MLP_SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.forecast import bound_line
 from sparsepack.models.hf_model.hooks import routing_hooks, site_hooks
@@ -127,7 +127,7 @@ def fitted_sites(checkpoint: Checkpoint, format: Format, options: RefitOptions) 
     if options.refit:
         check_taken("refit", checkpoint.family, checkpoint.name)
     rounded = MLP_SITES if checkpoint.family.experts is not None and not format.fits_experts else ()
-    return tuple(site for site in SITES if site not in rounded)
+    return tuple(site for site in checkpoint.family.projections if site not in rounded)
 
 
 def fitting_windows(
@@ -137,7 +137,7 @@ def fitting_windows(
     length = windows[1] if options.refit else min(windows[1], LENGTH)
     count = options.refit_windows
     if count is None:
-        widest = max(checkpoint.stacked_shape(site)[1] for site in SITES)
+        widest = max(checkpoint.stacked_shape(site, layer)[1] for layer, site in checkpoint.sites)
         more = options.refit or torch.device(options.device).type == "cuda"
         count = max(-(-TOKENS_OF_INPUT * widest // length), MORE_WINDOWS if more else 1)
     return min(count, windows[0]), length
@@ -152,7 +152,7 @@ def check_tokens(checkpoint: Checkpoint, windows: tuple[int, int], options: Refi
     if not options.refit:
         return
     count, length = fitting_windows(checkpoint, options, windows)
-    columns, site = max((checkpoint.stacked_shape(site)[1], site) for site in SITES)
+    columns, site = max((checkpoint.stacked_shape(site, layer)[1], site) for layer, site in checkpoint.sites)
     needed = -(-columns // (length - length // 2))
     if count < needed:
         where = "calibrate's --samples" if count == windows[0] else "--refit-windows"
@@ -250,7 +250,7 @@ class _BlockFitting:
 
     def _begin(self, layer: int, site: str) -> SiteSums | ExpertSums:
         rule, device = self.rules.get((layer, site)), self.options.device
-        if self.checkpoint.family.experts is not None and site in MLP_SITES:
+        if self.checkpoint.family.of_experts(layer, site):
             return ExpertSums(self.checkpoint, layer, site, rule, self.routed, device)
         weight = stacked_on(device, self.checkpoint.projections(layer, site)).float()
         return SiteSums(weight, rule, self.dense)

@@ -26,7 +26,7 @@ from sparsepack.files import stored
 from sparsepack.files.atomic import atomic_file
 from sparsepack.models.activity import Skipped, skipped
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import BASIS, SITES
+from sparsepack.models.family import ALL_SITES, BASIS, SITES
 from sparsepack.models.sites import CURVE_SHARES, Rules, SiteKey, SiteRule
 
 SCHEMA = 1
@@ -170,9 +170,9 @@ def read_thresholds(path: Path) -> Thresholds:
 
 def _check_whole(rules: Rules, where: str) -> None:
     """Raise `ThresholdsError` unless there are rows for every site of the layers from 0 on."""
-    layers = {layer for layer, _ in rules}
+    layers, named = {layer for layer, _ in rules}, {site for _, site in rules}
     for layer in range(max(1, len(layers))):
-        for site in SITES:
+        for site in (site for site in ALL_SITES if site in SITES or site in named):
             if (layer, site) not in rules:
                 raise ThresholdsError(f"{where}: the row of layer {layer}, {site} is missing; make the table again")
 
@@ -199,7 +199,7 @@ def rules_to_json(rules: Rules) -> list[dict[str, Any]]:
 def rules_of_json(rows: Sequence[Any], where: str, has_row: bool = True) -> dict[SiteKey, SiteRule]:
     """The inverse of `rules_to_json`. Raises `ThresholdsError` naming the row and field that is wrong.
 
-    has_row -- whether the family has one, so that sites are those of `SITES`
+    has_row -- whether the family has one, so that sites are those of `ALL_SITES`
     """
     rules: dict[SiteKey, SiteRule] = {}
     for number, row in enumerate(rows, 1):
@@ -212,8 +212,8 @@ def rules_of_json(rows: Sequence[Any], where: str, has_row: bool = True) -> dict
 
 def _rule(row: Any, where: str, has_row: bool) -> tuple[SiteKey, SiteRule]:
     layer, site = _field(row, "layer", int, where), _field(row, "site", str, where)
-    if has_row and site not in SITES:
-        raise ThresholdsError(f"{where}: site {site[:60]!r}; expected one of {', '.join(SITES)}")
+    if has_row and site not in ALL_SITES:
+        raise ThresholdsError(f"{where}: site {site[:60]!r}; expected one of {', '.join(ALL_SITES)}")
     sparsity, threshold, realised = (_field(row, name, float, where) for name in ("sparsity", "threshold", "realised"))
     if not 0 <= sparsity < 1 or not 0 <= threshold < math.inf:
         raise ThresholdsError(

@@ -21,7 +21,7 @@ from sparsepack.files.tensors import brought
 from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.family import MLP_SITES, SITES, Family
+from sparsepack.models.family import MLP_SITES, Family
 from sparsepack.models.hf_config import multipliers, sliding_windows
 from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.hooks import expert_hooks, site_hooks
@@ -401,7 +401,7 @@ class StreamedScorer(TransformersScorer):
         device: str = "cpu",
         of_levels: OfLevels | None = None,
     ) -> None:
-        positions = SparsePositions(source.family, rules, device, _kept(of_levels, len(SITES)))
+        positions = SparsePositions(source.family, rules, device, _kept(of_levels, len(source.family.projections)))
         super().__init__(source.config, positions, context, inputs, attention)
         self.source, self.steps, self.device = source, source.layers, torch.device(device)
         self._attention = attention

@@ -16,6 +16,7 @@ from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_expert
 from sparsepack.formats.orders import neuron as neurons
 from sparsepack.models.activity import Skipped, bits_read, shown, skipped, sparse_sites_of
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import Router
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import BASIS, Family
 from sparsepack.models.sites import Rules, SiteKey, SiteRule
@@ -160,8 +161,10 @@ class ExpertMlp:
     used        -- experts that a token is given so
     normalised  -- whether their weights are made to add up to one
     shared_gate -- float32 [1, hidden], where each token has the experts too that the sites have after these: the
-                   sigmoid of its product is the weight of them all; None: there are none
+                   sigmoid of its product is the weight of them all; None: it is 1, where there are any
     router_bias -- float32 [experts], of the router; None: there is none
+    routing     -- how the router chooses; None: by the softmax of its products
+    correction  -- float32 [experts], added to scores to decide who is chosen; None: there is none
     """
 
     kind: ClassVar[MlpKind] = EXPERTS
@@ -172,6 +175,8 @@ class ExpertMlp:
     sites: Mapping[str, PackedExpertsSite]
     shared_gate: Tensor | None = None
     router_bias: Tensor | None = None
+    routing: Router | None = None
+    correction: Tensor | None = None
 
     @property
     def shared(self) -> int:
@@ -201,7 +206,7 @@ class ExpertMlp:
     @property
     def always(self) -> tuple[Tensor, ...]:
         """What every token reads beside the matrices."""
-        return (self.router,) if self.shared_gate is None else (self.router, self.shared_gate)
+        return tuple(each for each in (self.router, self.shared_gate, self.correction) if each is not None)
 
     def weights(self, family: Family) -> Weights:
         """The stock model's tensors of the MLP, decoded when asked for."""
@@ -209,6 +214,8 @@ class ExpertMlp:
         count, found = len(self.router), {f"{family.experts.router}.weight": partial(_same, self.router)}
         if self.router_bias is not None:
             found[f"{family.experts.router}.bias"] = partial(_same, self.router_bias)
+        if family.experts.routing is not None and self.correction is not None:
+            found[family.experts.routing.correction] = partial(_same, self.correction)
         for name, site in self.sites.items():
             stored, *shared = map(family.weight, family.projections[name])
             found[stored] = partial(decode_experts, site.matrix, 0, count)
@@ -391,8 +398,8 @@ class PackedModel:
 
     @property
     def mlp_kind(self) -> MlpKind:
-        """How the MLPs are stored, all of them alike."""
-        return self.layers[0].mlp.kind
+        """How the MLPs are stored, all of them alike but for dense ones beside mixtures of experts."""
+        return next((layer.mlp.kind for layer in self.layers if layer.mlp.kind is EXPERTS), self.layers[0].mlp.kind)
 
     @property
     def skips(self) -> bool:

@@ -24,6 +24,7 @@ from sparsepack.models.checkpoint.config_files import config_of
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, Family
+from sparsepack.models.found import family_of_config
 from sparsepack.models.hf_config import architecture_of, token_ids
 from sparsepack.models.sites import Rules, SiteKey
 from sparsepack.models.sparse_attention import SparseAttention
@@ -61,6 +62,8 @@ def check_config(config_json: str, architecture: Architecture) -> None:
         raise ValueError("config.json is no JSON object")
     family = FAMILIES[architecture.model_type]
     for key, name in _SAME.items():
+        if key == "head_dim" and architecture.latent is not None:
+            continue  # that of the part which turns
         own = family.fields.get(key, key)
         _compare(own, values.get(own), getattr(architecture, name))
 
@@ -128,7 +131,7 @@ class StockModel:
     @property
     def family(self) -> Family:
         """The model's family."""
-        return FAMILIES[self.config.model_type]
+        return family_of_config(self.config)
 
 
 def stock_of(packed: PackedModel) -> StockModel:

@@ -14,9 +14,11 @@ from sparsepack.models.blocks import (
     DeltaNet,
     ExpertNumbers,
     Heads,
+    Latent,
     LongTexts,
     Mlp,
     RotaryChannels,
+    Router,
 )
 from sparsepack.models.families import FAMILIES, taken_by
 from sparsepack.models.family import Family
@@ -53,6 +55,10 @@ class Architecture:
     global_heads              -- kv_heads and head_dim of layers without a window; empty: as in the others
     k_eq_v                    -- whether values of layers without a window are their keys before norm and rotary
                                  embedding
+    latent                    -- where queries, keys and values of attention come from; None: from attn_in.
+                                 `head_dim` and `kv_heads` are then of what is cached
+    dense_layers              -- of a model with experts, the numbers of the layers whose MLPs have none
+    dense_intermediate        -- how wide these are
 
     Of a model that multiplies by r what blocks add, `embedding_scale` and `norm_eps` are of a stream that is divided by
     r, which engines have: embedding_multiplier / r and rms_norm_eps / r^2. Every norm of such a stream is the same.
@@ -91,6 +97,9 @@ class Architecture:
     gated_attention: bool = False
     global_heads: tuple[int, ...] = ()
     k_eq_v: bool = False
+    latent: Latent | None = None
+    dense_layers: tuple[int, ...] = ()
+    dense_intermediate: int = 0
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -115,15 +124,18 @@ class Architecture:
                 self.gated_attention,
                 self.k_eq_v and not window,
                 family.value_norm,
+                self.latent,
             )
 
+        dense = Mlp(self.dense_intermediate, self.activation, family.gated)
         before, after, scaled = (
             "attn_norm" in family.norms,
             "attn_post_norm" in family.norms,
             bool(family.layer_scalar),
         )
         return tuple(
-            Block(mixer(layer, window), mlp, before, after, scaled) for layer, window in enumerate(self.sliding_windows)
+            Block(mixer(layer, window), dense if layer in self.dense_layers else mlp, before, after, scaled)
+            for layer, window in enumerate(self.sliding_windows)
         )
 
     @property
@@ -134,9 +146,18 @@ class Architecture:
     def family(self, layer: int) -> Family:
         """The names of a block."""
         family = FAMILIES[self.model_type]
+        if self.latent is not None and not self.latent.q_rank:
+            family = family.plain_queries
+        if layer in self.dense_layers:
+            return family.dense_block
         if layer in self.delta_layers:
             return family.delta_block
         return family.k_eq_v_block if self.k_eq_v and not self.sliding_windows[layer] else family
+
+    @property
+    def value_dim(self) -> int:
+        """Channels of a head of what attention gives: of inputs of attn_out."""
+        return self.head_dim if self.latent is None else self.latent.value
 
     @property
     def rotary_tables(self) -> list[tuple[tuple[float, ...], float]]:
@@ -176,23 +197,28 @@ class Architecture:
         """The architecture as JSON-able values, without what only some models have."""
         values = asdict(self)
         usual = {field.name: field.default for field in fields(self)}
+        if self.experts is not None and self.experts.router is None:
+            del values["experts"]["router"]
         return {name: value for name, value in values.items() if usual[name] != value}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
         lists: dict[str, Any] = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
-        for name in ("local_inv_freq", "ropeless", "query_growth", "delta_layers", "global_heads"):
+        for name in ("local_inv_freq", "ropeless", "query_growth", "delta_layers", "global_heads", "dense_layers"):
             lists[name] = tuple(value.get(name, ()))
         if (delta_net := value.get("delta_net")) is not None:
             lists["delta_net"] = DeltaNet(**delta_net)
+        if (latent := value.get("latent")) is not None:
+            lists["latent"] = Latent(**latent)
         if (long := value.get("long_texts")) is not None:
             lists["long_texts"] = LongTexts(**{**long, "inv_freq": tuple(long["inv_freq"])})
         experts = value.get("experts")
         if experts is not None and not isinstance(experts, dict):
             raise TypeError(f"experts are {str(experts)[:60]}, expected their numbers")
         if experts is not None:
-            lists["experts"] = ExpertNumbers(**experts)
+            router = experts.get("router")
+            lists["experts"] = ExpertNumbers(**{**experts, "router": None if router is None else Router(**router)})
         return cls(**{**value, **lists})
 
 
@@ -251,6 +277,7 @@ def check_numbers(architecture: Architecture) -> None:
         raise ValueError(f"ropeless holds something else than numbers of the {architecture.layers} layers")
     _check_experts(architecture)
     _check_delta_net(architecture)
+    _check_latent(architecture)
     windows = len(architecture.sliding_windows)
     if windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
@@ -291,6 +318,50 @@ def _check_experts(architecture: Architecture) -> None:
         raise ValueError(f"{str(experts.shared)[:60]} shared experts in a {architecture.model_type} model")
     if type(experts.normalised) is not bool:
         raise ValueError("experts.normalised is neither true nor false")
+    _check_router(architecture, experts)
+
+
+def _check_router(a: Architecture, experts: ExpertNumbers) -> None:
+    """Raise ValueError where a router, or the blocks without one, could not be a model's."""
+    family = FAMILIES[a.model_type]
+    layers = a.dense_layers
+    if not all(type(layer) is int and 0 <= layer < a.layers for layer in layers):
+        raise ValueError(f"dense_layers holds something else than numbers of the {a.layers} layers")
+    if layers and (family.dense_mlps is None or len(set(layers)) == a.layers):
+        raise ValueError(f"{len(layers)} layers with a dense MLP of {a.layers} in a {a.model_type} model")
+    if type(a.dense_intermediate) is not int or not bool(layers) <= a.dense_intermediate < 2**31:
+        raise ValueError(f"dense_intermediate {str(a.dense_intermediate)[:60]}, expected a positive integer")
+    router, names = experts.router, None if family.experts is None else family.experts.routing
+    if (router is None) != (names is None):
+        raise ValueError(f"experts.router {str(router)[:60]} in a {a.model_type} model")
+    if router is None or names is None:
+        return
+    if router.sigmoid is not names.sigmoid or type(router.scale) not in (int, float) or not 0 < router.scale < 2**20:
+        raise ValueError(f"experts.router {str(router)[:80]} in a {a.model_type} model")
+    if type(router.groups) is not int or type(router.groups_used) is not int or router.groups < 1:
+        raise ValueError("experts.router.groups and groups_used are something else than positive integers")
+    of_group, odd = divmod(experts.count, router.groups)
+    least = 2 if router.sigmoid and router.groups > 1 else 1
+    if odd or of_group < least or not experts.used <= of_group * router.groups_used <= experts.count:
+        raise ValueError(
+            f"{router.groups_used} of {router.groups} groups of {experts.count} experts, {experts.used} for a token"
+        )
+
+
+def _check_latent(a: Architecture) -> None:
+    """Raise ValueError where the numbers of latents could not be a model's."""
+    if (a.latent is None) == FAMILIES[a.model_type].latent:
+        raise ValueError(f"latent {str(a.latent)[:60]} in a {a.model_type} model")
+    if a.latent is None:
+        return
+    for name, value in asdict(a.latent).items():
+        if type(value) is not int or not (name != "q_rank") <= value < 2**20:
+            raise ValueError(f"latent.{name} {str(value)[:60]}, expected a positive integer below 2**20")
+    if a.heads != a.kv_heads or a.head_dim != a.latent.head_dim or 2 * len(a.inv_freq) != a.latent.turning:
+        raise ValueError(
+            f"{a.heads} heads, {a.kv_heads} of keys, of {a.head_dim} channels, {2 * len(a.inv_freq)} of which turn; "
+            f"the latents mean {a.heads} of {a.latent.head_dim}, {a.latent.turning}"
+        )
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

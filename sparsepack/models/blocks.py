@@ -60,6 +60,24 @@ class LongTexts:
 
 
 @dataclass(frozen=True)
+class Router:
+    """How experts are chosen where it is not by the softmax of all logits.
+
+    sigmoid     -- an expert's score is the sigmoid of its logit, in place of the softmax over all. A bias of each
+                   expert is then added to decide who is chosen, and to nothing else
+    groups      -- so many groups of neighbouring experts compete first, by the sum of the two best scores of each, bias
+                   included; of softmax scores by the best one
+    groups_used -- so many groups stay
+    scale       -- what the weights of the chosen ones are multiplied by in the end
+    """
+
+    sigmoid: bool = False
+    groups: int = 1
+    groups_used: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class ExpertNumbers:
     """How MLPs choose among their experts, each of which is `Architecture.intermediate` wide.
 
@@ -68,12 +86,14 @@ class ExpertNumbers:
     normalised -- whether the weights of these are made to add up to one
     shared     -- experts that every token has beside these, all with the weight that the shared expert has whose parts
                   they are
+    router     -- how they are chosen; None: by the softmax of their logits
     """
 
     count: int
     used: int
     normalised: bool
     shared: int = 0
+    router: Router | None = None
 
     @property
     def stored(self) -> int:
@@ -84,6 +104,47 @@ class ExpertNumbers:
     def of_token(self) -> int:
         """Experts that a token has, chosen or not."""
         return self.used + self.shared
+
+
+LATENT_EPS = 1e-6
+"""Is added to the mean square of a latent, whatever `norm_eps` is."""
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Attention whose queries, keys and values are made of compressed ones (MLA; DeepSeek-V2, arXiv 2405.04434).
+
+    attn_in gives a latent of the queries and one of keys and values, each of which is RMS-normalised and enters a site
+    of its own, and one part of keys that turns and that all heads share. Of each head attn_q_b gives `plain`, then
+    `turning` channels of queries, attn_kv_b `plain` channels of keys, then `value` of values.
+
+    q_rank  -- channels of the latent of queries; 0: attn_in gives queries themselves, and there is no attn_q_b
+    kv_rank -- channels of the latent of keys and values
+    plain, turning, value -- channels of each head
+
+    What is cached are keys and values: of each head, `turning` channels first, then `plain`, and zeros up to
+    `Architecture.head_dim`.
+    """
+
+    q_rank: int
+    kv_rank: int
+    plain: int
+    turning: int
+    value: int
+
+    @property
+    def query(self) -> int:
+        """Channels of a head's queries and keys."""
+        return self.plain + self.turning
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of a cached head."""
+        return max(self.query, self.value)
+
+    def into(self, heads: int) -> tuple[int, int]:
+        """Rows of the two projections of attn_in."""
+        return self.q_rank or heads * self.query, self.kv_rank + self.turning
 
 
 @dataclass(frozen=True)
@@ -101,6 +162,7 @@ class Attention:
     kv_heads, head_dim -- as `Architecture` has them, or other ones
     k_eq_v   -- values are keys before norm and rotary embedding: attn_in has no rows of them
     value_norm -- whether each head's values are divided by their root mean square
+    latent   -- where queries, keys and values come from; None: from attn_in
     """
 
     kv_heads: int
@@ -112,6 +174,7 @@ class Attention:
     gated: bool = False
     k_eq_v: bool = False
     value_norm: bool = False
+    latent: Latent | None = None
 
 
 @dataclass(frozen=True)

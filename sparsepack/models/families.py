@@ -11,10 +11,24 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models import exaone, gemma, glm, gpt_oss, granite, llama, mixture, olmo, opt, phi, qwen, qwen_next
+from sparsepack.models import (
+    deepseek,
+    exaone,
+    gemma,
+    glm,
+    gpt_oss,
+    granite,
+    llama,
+    mixture,
+    olmo,
+    opt,
+    phi,
+    qwen,
+    qwen_next,
+)
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, glm, opt, mixture, gpt_oss)
+_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, glm, opt, mixture, gpt_oss, deepseek)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )
@@ -50,7 +64,7 @@ _OTHER_ROUTERS = "its router has sigmoid scores, a bias for each expert, or grou
 _LATENT = "its attention keeps keys and values compressed (MLA), and " + _OTHER_ROUTERS
 REFUSED: Mapping[str, str] = MappingProxyType(
     {
-        **dict.fromkeys(("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite"), _LATENT),
+        **dict.fromkeys(("deepseek_v32", "kimi_k2"), _LATENT),
         **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"), _OTHER_ROUTERS),
         "qwen3_next": "its gated delta nets have queries, keys, values and gates of a head side by side in one matrix",
         "minimax": "most of its layers have linear attention",

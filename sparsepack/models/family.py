@@ -15,6 +15,10 @@ SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 execution."""
 
 ATTENTION_SITES, MLP_SITES = SITES[:2], SITES[2:]
+LATENT_SITES = ("attn_q_b", "attn_kv_b")
+"""The sites between these of attention by latents (`blocks.Latent`), which stand before attn_out."""
+ALL_SITES = (SITES[0], *LATENT_SITES, *SITES[1:])
+"""Every site that a block of some family has, in order of execution."""
 
 BASIS = "residual_basis"
 """The module of a decoder block that changes the basis of the residual stream before anything else in it: h' = h W^T.
@@ -58,13 +62,15 @@ class SharedExpert:
     these.
 
     module -- that holds its projections, of the usual names
-    gate   -- the module whose `weight` is [1, hidden]
+    gate   -- the module whose `weight` is [1, hidden]; "": every token has all of it
     width  -- the field of the configuration that says how wide it is
+    count  -- the field that says how many times as wide as the others it is, in place of that
     """
 
     module: str = "mlp.shared_expert"
     gate: str = "mlp.shared_expert_gate"
     width: str = "shared_expert_intermediate_size"
+    count: str = ""
 
     @property
     def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -127,6 +133,23 @@ class DeltaNetNames:
 
 
 @dataclass(frozen=True)
+class RouterNames:
+    """A router of another kind than the softmax of all logits (`blocks.Router`), by fields of the configuration.
+
+    sigmoid    -- whether scores are sigmoids
+    correction -- the parameter of each block, float32 [experts], that is added to scores to decide who is chosen
+    method     -- the field that says "greedy" where groups do not count
+    """
+
+    sigmoid: bool = False
+    correction: str = ""
+    method: str = ""
+    groups: str = "n_group"
+    groups_used: str = "topk_group"
+    scale: str = "routed_scaling_factor"
+
+
+@dataclass(frozen=True)
 class Experts:
     """MLPs that are mixtures of experts: a router chooses a few of them for each token, by the softmax of its logits.
 
@@ -147,6 +170,7 @@ class Experts:
     alternate  -- the stock model holds the parameters transposed, and gate and up row by row in turns: [experts,
                   hidden, 2 * width]. Here they are as in other families (`checkpoint.experts.ordered_source`)
     gated      -- whether they have a gate; without one the first parameter is `UP` [experts, width, hidden]
+    routing    -- how the router chooses; None: by the softmax of its logits
     """
 
     module: str
@@ -160,6 +184,7 @@ class Experts:
     biased: bool = False
     alternate: bool = False
     gated: bool = True
+    routing: RouterNames | None = None
 
     GATE_UP: ClassVar[str] = "gate_up_proj"
     UP: ClassVar[str] = "up_proj"
@@ -182,6 +207,11 @@ PROJECTIONS = MappingProxyType(
 NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 QK_NORMS = MappingProxyType({**NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
 """The modules of a block in most families, and where each head's queries and keys are normed."""
+
+LATENT_NORMS = ("q_a_norm", "kv_a_norm")
+"""Our names of the norms of latents: of queries, and of keys and values."""
+LATENT_QUERIES = "self_attn.q_proj"
+"""The projection that gives queries where they have no latent."""
 
 _STREAM = ResidualStream(
     MappingProxyType({"attn_in": "attn_norm", "mlp_in": "mlp_norm"}), ("attn_out", "mlp_mid"), "norm"
@@ -234,6 +264,34 @@ SHARED_EXPERT_PARTS = MappingProxyType(
     }
 )
 """Parts of blocks whose MLPs are mixtures of experts, without and with a shared one."""
+
+
+@dataclass(frozen=True)
+class DenseMlps:
+    """The blocks of a family with experts whose MLPs are dense.
+
+    key         -- of the configuration: a list that names each block's MLP, these "dense", or how many of the first
+                   blocks they are in
+    width       -- the field that says how wide they are
+    projections -- site -> their projections
+    """
+
+    key: str
+    width: str = "intermediate_size"
+    projections: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: MappingProxyType({site: PROJECTIONS[site] for site in MLP_SITES})
+    )
+
+    def layers(self, config: Any) -> tuple[int, ...]:
+        """The numbers of these blocks."""
+        value = getattr(config, self.key)
+        if isinstance(value, list):
+            return tuple(layer for layer, kind in enumerate(value) if kind == "dense")
+        return tuple(range(min(value or 0, config.num_hidden_layers)))
+
+    def setting(self, dense: bool) -> Any:
+        """What `key` is in a configuration of one block."""
+        return ["dense" if dense else "sparse"] if self.key.endswith("types") else int(dense)
 
 
 @dataclass(frozen=True)
@@ -345,6 +403,11 @@ class Family:
                       rotary embedding, so that they have no projection
     value_norm     -- each head's values are divided by their root mean square
     layer_scalar   -- the tensor of a block, one number, by which all that leaves it is multiplied; empty: there is none
+    predicts       -- what blocks behind the last one are that a checkpoint may have, as many as
+                      `num_nextn_predict_layers` says; nothing here computes them. "": there are none
+    latent         -- attention has latents (`blocks.Latent`); where queries have none, attn_in has `LATENT_QUERIES`
+    dense_mlps     -- the blocks whose MLPs have no experts; None: all blocks are alike
+    dense_layers   -- the numbers of these in a configuration's model, which `of` fills in
     """
 
     model_type: str
@@ -384,6 +447,44 @@ class Family:
     k_eq_v: str = ""
     value_norm: bool = False
     layer_scalar: str = ""
+    predicts: str = ""
+    latent: bool = False
+    dense_mlps: DenseMlps | None = None
+    dense_layers: tuple[int, ...] = ()
+
+    def of(self, config: Any) -> "Family":
+        """The names in the model of a stock configuration, as far as these depend on it."""
+        family = self.plain_queries if self.latent and config.q_lora_rank is None else self
+        layers, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
+        if self.predicts and more:
+            behind = {f"{self.block(layer)}.": self.predicts for layer in range(layers, layers + more)}
+            family = replace(family, left_out=MappingProxyType({**self.left_out, **behind}))
+        if self.dense_mlps is None:
+            return family
+        return replace(family, dense_layers=self.dense_mlps.layers(config))
+
+    @cached_property
+    def plain_queries(self) -> "Family":
+        """The names of a model with latents of keys and values alone."""
+        projections = {site: names for site, names in self.projections.items() if site != LATENT_SITES[0]}
+        norms = {name: module for name, module in self.norms.items() if name != LATENT_NORMS[0]}
+        into = (LATENT_QUERIES, *projections["attn_in"][1:])
+        return replace(
+            self, projections=MappingProxyType({**projections, "attn_in": into}), norms=MappingProxyType(norms)
+        )
+
+    @cached_property
+    def dense_block(self) -> "Family":
+        """The names of a block whose MLP has no experts."""
+        if self.dense_mlps is None:
+            raise ValueError(f"{self.model_type} models have no blocks of their own with a dense MLP")
+        projections = MappingProxyType({**self.projections, **self.dense_mlps.projections})
+        return replace(self, projections=projections, experts=None, dense_mlps=None, dense_layers=())
+
+    @cached_property
+    def expert_block(self) -> "Family":
+        """The names of a block whose MLP has experts, whatever its number."""
+        return replace(self, dense_mlps=None, dense_layers=())
 
     @cached_property
     def delta_block(self) -> "Family":
@@ -413,17 +514,28 @@ class Family:
 
     def at(self, config: Any, layer: int) -> "Family":
         """The names of a block of a stock configuration's model."""
+        family = self.of(config)
+        if layer in family.dense_layers:
+            return family.dense_block
         if self.delta_net is not None and config.layer_types[layer] == self.delta_net.kind:
             return self.delta_block
         if self.k_eq_v and getattr(config, self.k_eq_v) and config.layer_types[layer] == "full_attention":
             return self.k_eq_v_block
-        return self
+        return family
 
     def of_block(self, block: Any) -> "Family":
         """The names of a stock decoder block."""
         if self.delta_net is not None and hasattr(block, self.delta_net.module):
             return self.delta_block
-        return self.k_eq_v_block if self.k_eq_v and block.self_attn.v_proj is None else self
+        if self.k_eq_v and block.self_attn.v_proj is None:
+            return self.k_eq_v_block
+        family = self
+        if self.latent and getattr(block.self_attn, LATENT_QUERIES.rpartition(".")[2]) is not None:
+            family = self.plain_queries
+        if self.dense_mlps is None or self.experts is None:
+            return family
+        mlp, _, experts = self.experts.module.rpartition(".")
+        return family.expert_block if hasattr(block.get_submodule(mlp), experts) else family.dense_block
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:
@@ -443,11 +555,11 @@ class Family:
 
     def projections_of(self, layer: int) -> Mapping[str, tuple[str, ...]]:
         """The sites of a block, in order of execution, and the projections of each."""
-        return self.projections
+        return self.dense_block.projections if layer in self.dense_layers else self.projections
 
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a block; None: its MLP is dense."""
-        return self.experts
+        return None if layer in self.dense_layers else self.experts
 
     def readers(self, layer: int, site: str) -> tuple[str, ...]:
         """The modules of a block that are given what enters a site: its projections, or the module that has experts.
@@ -500,7 +612,8 @@ class Family:
             return self.reads_attn_in
         if self.experts is None or site != MLP_SITES[0]:
             return ()
-        return self.experts.router, *(() if self.experts.shared is None else (self.experts.shared.gate,))
+        shared = self.experts.shared
+        return self.experts.router, *(() if shared is None or not shared.gate else (shared.gate,))
 
     def basis(self, layer: int) -> str:
         """The name of the tensor [hidden, hidden] that changes the basis of the residual stream before a block."""

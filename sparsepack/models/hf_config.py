@@ -10,10 +10,19 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.architecture import MOST_EXPERTS, Architecture, activations_of
-from sparsepack.models.blocks import DeltaNet, ExpertNumbers, Heads, LongTexts, Multipliers, RotaryChannels
+from sparsepack.models.blocks import (
+    DeltaNet,
+    ExpertNumbers,
+    Heads,
+    Latent,
+    LongTexts,
+    Multipliers,
+    RotaryChannels,
+    Router,
+)
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import MLP_SITES, config_value
+from sparsepack.models.family import MLP_SITES, Experts, config_value
 from sparsepack.models.found import FoundFamily, family_of_config
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
@@ -97,7 +106,24 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         gated_attention=family.gated_attention,
         global_heads=_global_heads(config, windows),
         k_eq_v=bool(family.k_eq_v and getattr(config, family.k_eq_v)),
+        latent=latent(config),
+        dense_layers=family_of_config(config).dense_layers,
+        dense_intermediate=dense_width(config),
     )
+
+
+def latent(config: Any) -> Latent | None:
+    """The latents of attention of a stock configuration's model; None where it has none."""
+    if not FAMILIES[config.model_type].latent:
+        return None
+    names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    return Latent(config.q_lora_rank or 0, *(getattr(config, name) for name in names))
+
+
+def dense_width(config: Any) -> int:
+    """How wide the MLPs are of blocks without experts, in a model that has others; 0: there are none."""
+    family = family_of_config(config)
+    return getattr(config, family.dense_mlps.width) if family.dense_mlps is not None and family.dense_layers else 0
 
 
 def _global_heads(config: Any, windows: Sequence[int]) -> tuple[int, ...]:
@@ -111,6 +137,8 @@ def _global_heads(config: Any, windows: Sequence[int]) -> tuple[int, ...]:
 
 def attention_layers(config: Any) -> tuple[int, ...]:
     """The numbers of the layers of a stock configuration that have attention with heads of the usual size."""
+    if family_of_config(config).latent:
+        return ()
     windows = sliding_windows(config)
     apart = FAMILIES[config.model_type].global_heads if config.model_type in FAMILIES else False
     others = {*delta_layers(config), *(n for n, window in enumerate(windows) if apart and not window)}
@@ -132,16 +160,18 @@ def delta_net(config: Any) -> DeltaNet | None:
     return DeltaNet(*(getattr(config, field) for field in names.fields))
 
 
-def expert_numbers(config: Any, layer: int = 0) -> ExpertNumbers | None:
+def expert_numbers(config: Any, layer: int | None = None) -> ExpertNumbers | None:
     """How the MLP of a block of a stock configuration chooses among experts; None where it is dense.
+
+    layer -- None: of the blocks that have experts
 
     Raises `CheckpointError` where some blocks have experts and others none, where the router is of another kind, or the
     numbers are none.
     """
     family = family_of_config(config)
     if isinstance(family, FoundFamily):
-        return family.found[layer].numbers
-    experts = family.experts
+        return family.found[layer or 0].numbers
+    experts = family.experts if layer is None else family.experts_of(layer)
     if experts is None:
         return None
     for name, without in experts.dense.items():
@@ -150,7 +180,7 @@ def expert_numbers(config: Any, layer: int = 0) -> ExpertNumbers | None:
                 f"{config.model_type}: {name} {str(value)[:60]}: some blocks have a dense MLP in place of experts; "
                 "expected experts in every block"
             )
-    for name, plain in _PLAIN_ROUTER.items():
+    for name, plain in {} if experts.routing is not None else _PLAIN_ROUTER.items():
         if (value := getattr(config, name, None)) not in (None, plain):
             raise CheckpointError(
                 f"{config.model_type}: {name} {str(value)[:60]}: a router of another kind; expected the softmax of its "
@@ -162,8 +192,31 @@ def expert_numbers(config: Any, layer: int = 0) -> ExpertNumbers | None:
             raise CheckpointError(
                 f"{config.model_type}: {name} is {str(value)[:60]}; expected a whole number from 1 to {most}"
             )
-    normalised = bool(getattr(config, experts.normalised)) if experts.normalised else True
-    return ExpertNumbers(count, used, normalised, _shared_parts(config))
+    always = experts.routing is None or experts.routing.sigmoid
+    normalised = bool(getattr(config, experts.normalised)) if experts.normalised else always
+    return ExpertNumbers(count, used, normalised, _shared_parts(config), _router(config, experts, count))
+
+
+def _router(config: Any, experts: Experts, count: int) -> Router | None:
+    """How experts are chosen where it is not by the softmax of all logits. Raises `CheckpointError` where the numbers
+    are none."""
+    names = experts.routing
+    if names is None:
+        return None
+    groups, used = (getattr(config, name) or 1 for name in (names.groups, names.groups_used))
+    if names.method and getattr(config, names.method) == "greedy":
+        groups, used = 1, 1
+    elif names.method and getattr(config, names.method) != "group_limited_greedy":
+        raise CheckpointError(
+            f"{config.model_type}: {names.method} {str(getattr(config, names.method))[:60]!r}; expected 'greedy' or "
+            "'group_limited_greedy'"
+        )
+    if type(groups) is not int or type(used) is not int or not 1 <= used <= groups or count % groups:
+        raise CheckpointError(
+            f"{config.model_type}: {names.groups_used} {str(used)[:60]} of {names.groups} {str(groups)[:60]} groups of "
+            f"{count} experts; expected groups of as many experts each"
+        )
+    return Router(names.sigmoid, groups, used, float(getattr(config, names.scale)))
 
 
 def _shared_parts(config: Any) -> int:
@@ -171,6 +224,13 @@ def _shared_parts(config: Any) -> int:
     family = FAMILIES[config.model_type]
     if family.experts is None or family.experts.shared is None:
         return 0
+    if count := family.experts.shared.count:
+        parts = getattr(config, count)
+        if type(parts) is not int or not 1 <= parts <= MOST_EXPERTS:
+            raise CheckpointError(
+                f"{config.model_type}: {count} is {str(parts)[:60]}; expected a whole number from 1 to {MOST_EXPERTS}"
+            )
+        return parts
     name, width = family.experts.shared.width, family.setting(config, "intermediate_size")
     value = getattr(config, name)
     if type(width) is not int or type(value) is not int or width < 1 or not 1 <= value // width <= MOST_EXPERTS:
@@ -202,7 +262,10 @@ def token_weights(config: Any, shapes: Mapping[str, tuple[int, ...]], layer: int
 
 
 def head_dim(config: Any) -> int:
-    """Channels of a head: what the configuration says, which need not be the width divided by the heads."""
+    """Channels of a head as it is cached: what the configuration says, which need not be the width divided by the
+    heads."""
+    if (latents := latent(config) if config.model_type in FAMILIES else None) is not None:
+        return latents.head_dim
     return int(config_value(config, "head_dim") or config.hidden_size // config.num_attention_heads)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 
 from sparsepack import tables
 from sparsepack.calibrate.thresholds import ALLOCATIONS
-from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.forecast import model_parameters
 from sparsepack.models.sites import chosen_sites, site_name
 from sparsepack.process import peak_memory
@@ -84,7 +83,7 @@ def _sites(job: Job, artifact: Mapping[str, Any] | None, pruned: Mapping[str, st
         padded[".".join(tensor["name"].split(".")[:3])] += experts * tensor["padding_rows"]
     rows = []
     for layer in range(checkpoint.layers):
-        for site in SITES:
+        for site in checkpoint.family.projections_of(layer):
             shape, name = checkpoint.stacked_shape(site, layer), site_name(layer, site)
             target = section.sparsity if section is not None and (layer, site) in skipping else 0.0
             row = {"site": name, "shape": list(shape), "padding_rows": padded[name], "sparsity": target}

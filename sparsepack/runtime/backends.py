@@ -35,6 +35,9 @@ BIASED_EXPERTS = "experts with biases and a clamped SwiGLU"
 NEIGHBOURS = "a rotary embedding that turns neighbouring channels together"
 QUERY_GROWTH = "texts so long that later queries are scaled"
 DELTA_NETS = "gated delta nets, which keep a state in place of keys and values"
+LATENTS = "attention by latents (MLA)"
+ROUTERS = "routers of sigmoids or groups, or that scale what experts give"
+DENSE_BLOCKS = "dense MLPs beside mixtures of experts"
 ATTENTION_GATES = "attention with an output gate"
 HEAD_SIZES = "heads of two sizes"
 VALUE_NORMS = "normed values, or keys in their place"
@@ -64,6 +67,9 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
             isinstance(of.mixer, Attention) and (of.mixer.value_norm or of.mixer.k_eq_v) for of in a.blocks
         ),
         LAYER_SCALARS: lambda a, context: any(block.scaled for block in a.blocks),
+        LATENTS: lambda a, context: a.latent is not None,
+        ROUTERS: lambda a, context: a.experts is not None and a.experts.router is not None,
+        DENSE_BLOCKS: lambda a, context: bool(a.dense_layers),
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
 )
@@ -186,7 +192,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {DELTA_NETS, ATTENTION_GATES, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS},
+                traits=frozenset(TRAITS)
+                - {DELTA_NETS, ATTENTION_GATES, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS, LATENTS, ROUTERS, DENSE_BLOCKS},
             ),
             Backend(
                 "metal",

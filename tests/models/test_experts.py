@@ -65,15 +65,20 @@ def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Pa
         assert torch.allclose(mine(IDS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     numbers = checkpoint.architecture.experts
     assert numbers is not None
-    shared = {"qwen2_moe": 2, "qwen3_5_moe_text": 1}.get(family, 0)
+    shared = {"qwen2_moe": 2, "qwen3_5_moe_text": 1, "deepseek_v3": 1, "deepseek_v2": 2, "glm4_moe_lite": 1}.get(
+        family, 0
+    )
     assert (numbers.count, numbers.used, numbers.shared) == (8, 2, shared)
-    assert numbers.normalised == (family in ("mixtral", "qwen3_moe", "qwen3_5_moe_text"))
+    assert numbers.normalised == (
+        family in ("mixtral", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite")
+    )
+    layer = len(checkpoint.architecture.dense_layers)
     for site, rows in (("mlp_in", 512), ("mlp_mid", 256)):
-        assert checkpoint.stacked_shape(site) == ((8 + shared) * rows, 256)
-        assert tuple(checkpoint.experts(0, site).shape) == (8 + shared, rows, 256)
-        assert torch.equal(checkpoint.experts(0, site).flatten(0, 1), checkpoint.stacked(0, site)[0])
-        assert torch.equal(torch.stack([*checkpoint.each_expert(0, site)]), checkpoint.experts(0, site))
-    assert checkpoint.token_weights("mlp_mid") == (2 + shared) * 256 * 256
+        assert checkpoint.stacked_shape(site, layer) == ((8 + shared) * rows, 256)
+        assert tuple(checkpoint.experts(layer, site).shape) == (8 + shared, rows, 256)
+        assert torch.equal(checkpoint.experts(layer, site).flatten(0, 1), checkpoint.stacked(layer, site)[0])
+        assert torch.equal(torch.stack([*checkpoint.each_expert(layer, site)]), checkpoint.experts(layer, site))
+    assert checkpoint.token_weights("mlp_mid", layer) == (2 + shared) * 256 * 256
     assert checkpoint.token_weights("attn_out") == checkpoint.stacked(0, "attn_out")[0].numel()
 
 

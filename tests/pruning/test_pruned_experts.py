@@ -60,9 +60,14 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
     }
     matrices, fused = 0, FAMILIES[family].experts.alternate  # type: ignore[union-attr]
     checkpoint = open_checkpoint(models[family])
-    attention = {name for site in ("attn_in", "attn_out") for name in checkpoint.weight_names(0, site)}
+    attention = {
+        name
+        for site in checkpoint.family.projections
+        if site[:4] == "attn"
+        for name in checkpoint.weight_names(0, site)
+    }
     for name, weight in after.items():
-        of_mlp = ".experts." in name or ".shared_expert." in name
+        of_mlp = ".experts." in name or (".shared_expert" in name and not name.endswith("gate.weight"))
         if (of_mlp or name in attention) and not name.endswith("bias"):
             rows = weight.mT.contiguous() if fused and ".experts." in name else weight
             assert most_in_a_group(rows, of) == keep, name

@@ -26,7 +26,8 @@ from sparsepack.formats.packed import (
 from sparsepack.formats.stock import dequantised
 from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
+from sparsepack.models.family import MLP_SITES
+from sparsepack.models.found import family_of_config
 from sparsepack.models.hf_config import architecture_of
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import build_model, parameter_shapes
@@ -92,6 +93,18 @@ DELTA_MIXTURE: dict[str, Any] = {
     "moe_intermediate_size": 43,
     "shared_expert_intermediate_size": 43,
     "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
+LATENTS: dict[str, Any] = {
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 8,
+    "q_lora_rank": 44,
+    "kv_lora_rank": 36,
+    "qk_rope_head_dim": 6,
+    "qk_nope_head_dim": 10,
+    "v_head_dim": 12,
+    "moe_intermediate_size": 43,
+    "n_routed_experts": 6,
     "num_experts_per_tok": 2,
 }
 
@@ -334,7 +347,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     encode, row_scales = encoder(values.pop("tails", False), block), values.pop("row_scales", False)
     zigzag_order = MatrixFormat(block, "zigzag")
     config = AutoConfig.for_model(**values)
-    family = FAMILIES[config.model_type]
+    family = family_of_config(config)
     generator = torch.Generator().manual_seed(seed)
     shapes = parameter_shapes(config)
 
@@ -377,20 +390,30 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             bias = weight(f"{prefix}.{family.bias(family.projections[name][0])}") if family.experts.biased else None
             sites[name] = PackedExpertsSite(matrix, None, parts, bias)
         router, shared_of = weight(f"{prefix}.{family.experts.router}.weight"), family.experts.shared
-        gate = None if shared_of is None else weight(f"{prefix}.{shared_of.gate}.weight")
+        gate = None if shared_of is None or not shared_of.gate else weight(f"{prefix}.{shared_of.gate}.weight")
         bias = weight(f"{prefix}.{family.experts.router}.bias") if family.experts.biased else None
-        return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate, bias)
+        routing = family.experts.routing
+        correction = weight(f"{prefix}.{routing.correction}") if routing is not None and routing.correction else None
+        return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate, bias, numbers.router, correction)
 
     def by_rows(name: str, type: str) -> PackedMatrix:
         value = weight(name)
         return PackedMatrix(BLOCKS[type].encode(value), MatrixFormat(type), *value.shape)
 
-    of_layer = SITES if family.experts is None else ATTENTION_SITES
+    def sites_of(layer: int) -> dict[str, PackedSite]:
+        names = family.at(config, layer)
+        of_experts = MLP_SITES if names.experts is not None else ()
+        return {
+            name: site(f"model.layers.{layer}", projections)
+            for name, projections in names.projections.items()
+            if name not in of_experts
+        }
+
     layers = tuple(
         layer_of(
-            {name: site(f"model.layers.{i}", family.at(config, i).projections[name]) for name in of_layer},
+            sites_of(i),
             {name: weight(f"model.layers.{i}.{of}.weight") for name, of in family.at(config, i).norms.items()},
-            None if family.experts is None else experts(f"model.layers.{i}"),
+            None if family.experts_of(i) is None else experts(f"model.layers.{i}"),
             weight(f"model.layers.{i}.{family.sinks}") if family.sinks else None,
             delta_net(i),
             0.5 + weight(f"model.layers.{i}.{family.layer_scalar}").abs() if family.layer_scalar else None,
@@ -436,9 +459,13 @@ def layer_of(
     scalar: Tensor | None = None,
 ) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
-    attention = {name: sites[name] for name in ATTENTION_SITES}
+    attention = _without_mlp(sites)
     mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES})
     return PackedLayer(attention, norms, mlp, sinks=sinks, delta_net=delta_net, scalar=scalar)
+
+
+def _without_mlp(sites: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: site for name, site in sites.items() if name not in MLP_SITES}
 
 
 def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
@@ -449,7 +476,7 @@ def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
         return dataclasses.replace(made, basis=layer.basis)
     if isinstance(layer.mlp, ExpertMlp):
         mlp = dataclasses.replace(layer.mlp, sites={name: sites[name] for name in MLP_SITES})
-        return dataclasses.replace(layer, attention={name: sites[name] for name in ATTENTION_SITES}, mlp=mlp)
+        return dataclasses.replace(layer, attention=_without_mlp(sites), mlp=mlp)
     return dataclasses.replace(layer, attention=sites)
 
 

@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import DELTA_MIXTURE, GPT_OSS, random_model, stock_logits, stock_model, with_rules, with_sites
+from packed_models import (
+    DELTA_MIXTURE,
+    GPT_OSS,
+    LATENTS,
+    random_model,
+    stock_logits,
+    stock_model,
+    with_rules,
+    with_sites,
+)
 
 from sparsepack.bench.decode import bytes_per_token, parameters
 from sparsepack.errors import UserError
@@ -92,6 +101,53 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen3.5_moe, states": DELTA_MIXTURE,
+    "deepseek_v3, latents, groups, yarn": {
+        "model_type": "deepseek_v3",
+        **LATENTS,
+        "n_group": 3,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.7,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "deepseek_v2, latents of keys and values alone, one group": {
+        "model_type": "deepseek_v2",
+        **LATENTS,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 1.5,
+        "seed": 1,
+    },
+    "deepseek_v2, the best group, wide values": {
+        "model_type": "deepseek_v2",
+        **LATENTS,
+        "v_head_dim": 22,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 8.0,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+            "original_max_position_embeddings": 8,
+        },
+    },
+    "glm4_moe_lite, latents, dense between mixtures": {
+        "model_type": "glm4_moe_lite",
+        **LATENTS,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
 }
 
 every_backend = every_backend_that(lambda row: EXPERTS in row.mlps)

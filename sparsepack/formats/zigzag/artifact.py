@@ -18,6 +18,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.formats.stock import StockModel, stock_config, stock_of
 from sparsepack.formats.zigzag.reader import (
     BASIS,
+    CORRECTION,
     ROUTER,
     ROUTER_BIAS,
     ROW_SCALE,
@@ -120,7 +121,9 @@ class ZigzagArtifact(GgufArtifact):
             return found.flatten(1) if found.dim() > 1 else found
         if f"{what}.{part}" == BASIS and int(layer) in checkpoint.bases:
             return checkpoint.tensor(checkpoint.family.basis(int(layer)))
-        experts = checkpoint.family.experts
+        experts = family.experts
+        if f"{what}.{part}" == CORRECTION and experts is not None and experts.routing is not None:
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.routing.correction}")
         if f"{what}.{part}" == ROUTER and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.weight")
         if f"{what}.{part}" == ROUTER_BIAS and experts is not None:

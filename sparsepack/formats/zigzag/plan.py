@@ -70,6 +70,7 @@ from sparsepack.formats.table import Format
 from sparsepack.formats.zigzag.artifact import ZigzagArtifact
 from sparsepack.formats.zigzag.reader import (
     BASIS,
+    CORRECTION,
     NUMBERS,
     ROUTER,
     ROUTER_BIAS,
@@ -88,7 +89,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.config_files import GENERATION
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.writer import chat_template, config_json
-from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_MID, MLP_SITES, SITES
+from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_MID, MLP_SITES
 from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.sites import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
@@ -123,7 +124,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
     """
 
     def block(architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
-        for site in SITES:
+        for site in checkpoint.family_at(layer).projections:
             if site == MLP_SITES[0]:
                 yield from _planned_router(checkpoint, layer)
             yield from planned_site(format, checkpoint, architecture, layer, site, request)
@@ -246,7 +247,7 @@ def planned_site(
         assert stacked is not None
         return BLOCKS["F32"].encode(stacked)
 
-    experts = architecture.experts if site in MLP_SITES else None
+    experts = architecture.blocks[layer].mlp.experts if site in MLP_SITES else None
     leading = () if experts is None else (experts.stored,)
     planned = zigzag_tensors(name, block, rows, columns, leading)
     if row_scales and experts is None:
@@ -271,7 +272,7 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
     """What encodes a model's sites (`Format.encoder`), or each expert's matrix there, whose rows have no scales."""
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
-        of_experts = checkpoint.family.experts is not None and site in MLP_SITES
+        of_experts = checkpoint.family.of_experts(layer, site)
         return encoded_site(format.matrices.block, layer, site, weight, inputs, row_scales=not of_experts)
 
     return encode
@@ -306,7 +307,8 @@ def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int
     """Rows and columns of a site's matrix, or of an expert's there; raises `PackingError` where they are not the
     configuration's."""
     parts, columns = site_shapes(architecture, layer)[site]
-    experts = 1 if architecture.experts is None or site not in MLP_SITES else architecture.experts.stored
+    numbers = architecture.blocks[layer].mlp.experts if site in MLP_SITES else None
+    experts = 1 if numbers is None else numbers.stored
     expected, found = (experts * sum(parts), columns), checkpoint.stacked_shape(site, layer)
     if found != expected:
         raise PackingError(
@@ -317,9 +319,13 @@ def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int
 
 def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup]:
     """What says which experts a token has, and how much of each."""
-    experts = checkpoint.family.experts
+    experts = checkpoint.family.experts_of(layer)
     if experts is not None:
-        modules = {ROUTER: experts.router} | ({} if experts.shared is None else {SHARED_GATE: experts.shared.gate})
+        gate = "" if experts.shared is None else experts.shared.gate
+        modules = {ROUTER: experts.router} | ({SHARED_GATE: gate} if gate else {})
+        if experts.routing is not None and experts.routing.correction:
+            source = f"{checkpoint.family.block(layer)}.{experts.routing.correction}"
+            yield _in_f32(checkpoint, f"blk.{layer}.{CORRECTION}", source)
         for name, module in modules.items():
             source = f"{checkpoint.family.block(layer)}.{module}.weight"
             yield _in_f32(checkpoint, f"blk.{layer}.{name}", source)
@@ -377,13 +383,14 @@ def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
 def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
     for (layer, site), rule in rules.items():
         name = f"blk.{layer}.{site}"
-        if site not in SITES or not 0 <= layer < checkpoint.layers:
+        sites = checkpoint.family_at(max(0, min(layer, checkpoint.layers - 1))).projections
+        if site not in sites or not 0 <= layer < checkpoint.layers:
             raise PackingError(
-                f"{name}: no such site in {checkpoint.name} ({checkpoint.layers} layers of {', '.join(SITES)}); "
+                f"{name}: no such site in {checkpoint.name} ({checkpoint.layers} layers of {', '.join(sites)}); "
                 "give thresholds of this model"
             )
         columns = checkpoint.stacked_shape(site, layer)[1]
-        numbers = expert_numbers(checkpoint.config) if site == MLP_MID and rule.of_levels else None
+        numbers = expert_numbers(checkpoint.config, layer) if site == MLP_MID and rule.of_levels else None
         shape = (columns,) if numbers is None else (numbers.stored, columns)
         if rule.unit.shape != shape and (rule.unit.numel() != 1 or rule.of_levels):
             one = "" if rule.of_levels else "one number or "
@@ -398,7 +405,7 @@ def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
             raise PackingError(f"{name}: a threshold is NaN, expected a number; calibrate again")
         if rule.offset is not None and tuple(rule.offset.shape) != (columns,):
             raise PackingError(f"{name}: offset {list(rule.offset.shape)}, expected [{columns}]; calibrate again")
-        if rule.offset is not None and checkpoint.family.experts is not None and site in MLP_SITES:
+        if rule.offset is not None and checkpoint.family.of_experts(layer, site):
             raise PackingError(f"{name}: offsets, which experts have no place for; give thresholds without them")
         if rule.offset is not None and not rule.offset.isfinite().all():
             raise PackingError(f"{name}: an offset is not finite, expected a number; calibrate again")

@@ -34,7 +34,7 @@ from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import Attention, DeltaNet
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.family import ATTENTION_SITES, MLP_MID, MLP_SITES
+from sparsepack.models.family import MLP_MID, MLP_SITES
 from sparsepack.models.sites import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
@@ -52,6 +52,7 @@ SHARED_GATE = "shared_gate.weight"
 """The name of what says how much of the shared expert a token has."""
 
 ROUTER_BIAS = "router.bias"
+CORRECTION = "router.correction"
 """The name of what is added to the products of that matrix."""
 
 SINKS = "attn_sinks.weight"
@@ -76,19 +77,27 @@ def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple
     into: tuple[int, ...]
     if isinstance(mixer, DeltaNet):
         into, inner = (mixer.channels, mixer.values), mixer.values
+    elif mixer.latent is not None:
+        into, inner = mixer.latent.into(architecture.heads), architecture.heads * mixer.latent.value
     else:
         inner, keys = architecture.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         into = (inner * (1 + mixer.gated), *((keys,) if mixer.k_eq_v else (keys, keys)))
+    mlp = architecture.blocks[layer].mlp
     apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": (into, architecture.hidden),
         "attn_out": ((architecture.hidden,), inner),
-        "mlp_in": ((architecture.intermediate,) * (2 if architecture.blocks[0].mlp.gated else 1), architecture.hidden),
-        "mlp_mid": ((architecture.hidden,), architecture.intermediate),
+        "mlp_in": ((mlp.width,) * (2 if mlp.gated else 1), architecture.hidden),
+        "mlp_mid": ((architecture.hidden,), mlp.width),
     }
+    if architecture.latent is not None:
+        of = architecture.latent
+        apart["attn_q_b"] = ((architecture.heads * of.query,), of.q_rank)
+        apart["attn_kv_b"] = ((architecture.heads * (of.plain + of.value),), of.kv_rank)
     projections = architecture.family(layer).projections
     return {
         site: (parts if len(projections[site]) == len(parts) else (sum(parts),), columns)
         for site, (parts, columns) in apart.items()
+        if site in projections
     }
 
 
@@ -144,6 +153,8 @@ def norm_widths(architecture: Architecture, layer: int) -> dict[str, int]:
     if isinstance(mixer, Attention):
         of_rows = {"q_row_norm": architecture.heads, "k_row_norm": mixer.kv_heads}
         heads = {name: count * mixer.head_dim for name, count in {"q_norm": 1, "k_norm": 1, **of_rows}.items()}
+    if architecture.latent is not None:
+        heads |= {"q_a_norm": architecture.latent.q_rank, "kv_a_norm": architecture.latent.kv_rank}
     return {name: heads.get(name, architecture.hidden) for name in architecture.family(layer).norms}
 
 
@@ -192,7 +203,8 @@ class ModelReader:
 
     def layer(self, layer: int) -> PackedLayer:
         """A block, by its number."""
-        parts = self.sites(layer, ATTENTION_SITES), self.norms(layer), self.mlp(layer), self.basis(layer)
+        sites = [site for site in self.architecture.family(layer).projections if site not in MLP_SITES]
+        parts = self.sites(layer, sites), self.norms(layer), self.mlp(layer), self.basis(layer)
         mixer = self.architecture.blocks[layer].mixer
         sinks = isinstance(mixer, Attention) and mixer.sinks
         of_heads = self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads) if sinks else None
@@ -217,15 +229,18 @@ class ModelReader:
 
     def mlp(self, layer: int) -> Mlp:
         """The MLP of a block."""
-        experts = self.architecture.experts
-        if experts is None:
+        experts, routing = self.architecture.blocks[layer].mlp.experts, self.architecture.family(layer).experts
+        if experts is None or routing is None:
             return DenseMlp(self.sites(layer, MLP_SITES))
         router, shapes = self.router(layer, ROUTER, experts.count), site_shapes(self.architecture, layer)
-        shared = self.router(layer, SHARED_GATE, 1) if experts.shared else None
+        gated = routing.shared is not None and routing.shared.gate
+        shared = self.router(layer, SHARED_GATE, 1) if gated else None
         sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.stored, *shapes[site]) for site in MLP_SITES}
         biased = self.architecture.blocks[layer].mlp.biased
         bias = self.vector(f"blk.{layer}.{ROUTER_BIAS}", experts.count) if biased else None
-        return ExpertMlp(router, experts.used, experts.normalised, sites, shared, bias)
+        corrected = routing.routing is not None and routing.routing.correction
+        correction = self.vector(f"blk.{layer}.{CORRECTION}", experts.count) if corrected else None
+        return ExpertMlp(router, experts.used, experts.normalised, sites, shared, bias, experts.router, correction)
 
     def router(self, layer: int, name: str, rows: int) -> Tensor:
         """What says of experts how much of them a token has."""
@@ -240,7 +255,7 @@ class ModelReader:
         rule = self.rule(name, columns, experts if name.endswith(MLP_MID) else None)
         if rule is not None and rule.offset is not None:
             raise self.wrong(f"{name} has offsets, which experts have no place for")
-        if not self.architecture.blocks[0].mlp.biased:
+        if not any(block.mlp.biased for block in self.architecture.blocks):
             return PackedExpertsSite(matrix, rule, parts)
         bias = self.rows_matrix(f"{name}.bias", ("F32",), (experts, rows))
         return PackedExpertsSite(matrix, rule, parts, decode_matrix(bias).clone())

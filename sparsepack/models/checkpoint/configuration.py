@@ -207,7 +207,9 @@ def checked_family(config: Any, name: str) -> Family:
     if config.model_type in FAMILIES:
         family = FAMILIES[config.model_type]
         _check_sizes(config, name, dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31), family)
-        return family
+        if family.dense_mlps is not None:
+            _check_kinds(config, name, family.dense_mlps.key)
+        return family_of_config(config)
     if type(getattr(config, "max_position_embeddings", None)) is not int:
         config.max_position_embeddings = _NO_END
     sizes = dict.fromkeys(("hidden_size", "vocab_size", "max_position_embeddings"), 2**31)
@@ -246,6 +248,16 @@ def _check_sizes(config: Any, name: str, limits: Mapping[str, int], family: Fami
             raise CheckpointError(
                 f"{name}: {field} is {value}; expected {expected}: write the one that the model was trained with"
             )
+
+
+def _check_kinds(config: Any, name: str, field: str) -> None:
+    """Raise `CheckpointError` where a field does not say which blocks have experts."""
+    value, layers = getattr(config, field), config.num_hidden_layers
+    if isinstance(value, list):
+        if len(value) != layers or not {*map(str, value)} <= {"dense", "sparse"}:
+            raise CheckpointError(f"{name}: {field} is {str(value)[:60]}; expected dense or sparse for {layers} layers")
+    elif value is not None and (type(value) is not int or not 0 <= value < layers):
+        raise CheckpointError(f"{name}: {field} is {str(value)[:60]}; expected a whole number from 0 to {layers - 1}")
 
 
 def _numbers(value: Any, field: str = "") -> Iterator[tuple[str, float]]:

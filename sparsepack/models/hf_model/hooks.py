@@ -52,6 +52,8 @@ _watches: "WeakKeyDictionary[nn.Module, list[ExpertsWatch]]" = WeakKeyDictionary
 _owed: "WeakKeyDictionary[nn.Module, torch.Tensor]" = WeakKeyDictionary()
 """The stock block asks the shared expert first, and adds what it gave after what the others give: these compute both,
 so that what enters their down matrices is shown together, and fill in here what was owed."""
+_given: "WeakKeyDictionary[nn.Module, torch.Tensor]" = WeakKeyDictionary()
+"""The same where the stock block asks the shared expert last: what it will give."""
 
 
 @contextmanager
@@ -80,11 +82,14 @@ def watched_experts(watches: Sequence[tuple[nn.Module, ExpertsWatch]]) -> Iterat
             config._experts_implementation = name
         for late, forward in zip(shared, forwards, strict=True):
             del late.forward
+            _given.pop(late, None)
             if forward is not None:
                 late.forward = forward
 
 
 def _put_off(module: nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    if module in _given:
+        return _given.pop(module).reshape(hidden.shape)
     _owed[module] = torch.empty_like(hidden)
     return _owed[module]
 
@@ -134,7 +139,11 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
         middle = middle if changed is None else changed
     if late is not None:
         x = middle[:, chosen.shape[1] :].flatten(1)
-        _owed.pop(late).copy_(shown(mid, count, everyone, x, late.down_proj(x)))
+        of_all = shown(mid, count, everyone, x, late.down_proj(x))
+        if late in _owed:
+            _owed.pop(late).copy_(of_all)
+        else:
+            _given[late] = of_all
     output = torch.zeros_like(hidden)
     for expert, (token, slot) in places.items():
         x = middle[token, slot]
@@ -185,7 +194,8 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
     for layer, block in blocks:
         shape: list[int] = []  # B and S of each pass
         handles.append(_shape_hook(layer, block, family, shape))
-        named, experts = family.of_block(block), family.experts_of(layer)
+        named = family.of_block(block)
+        experts = named.experts_of(layer)
         for site in named.projections_of(layer):
             memory: dict[str, Any] = {}
             for position, name in enumerate(named.readers(layer, site)):
@@ -210,7 +220,8 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
 def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Tensor], None]) -> Iterator[None]:
     """Call `function` with the residual stream as it enters each norm of a block through which sites read it; never,
     for a family that does not say who reads it."""
-    names = [] if family.residual is None else [family.norms[norm] for norm in family.residual.readers.values()]
+    named = family.of_block(block)
+    names = [] if family.residual is None else [named.norms[norm] for norm in family.residual.readers.values()]
     handles = [
         block.get_submodule(name).register_forward_pre_hook(lambda _, inputs: function(inputs[0])) for name in names
     ]
@@ -224,7 +235,7 @@ def stream_hooks(block: nn.Module, family: Family, function: Callable[[torch.Ten
 @contextmanager
 def expert_hooks(block: nn.Module, family: Family, function: ExpertProduct, layer: int = 0) -> Iterator[None]:
     """Call `function` with each product of a block's experts; never, for a block without experts."""
-    experts = family.experts_of(layer)
+    experts = family.of_block(block).experts_of(layer)
     if experts is None:
         yield
         return
@@ -240,7 +251,7 @@ def routing_hooks(
 ) -> Iterator[None]:
     """Call `function` with the experts that each token of a block has, int64 [B, S, used]; never, for a block without
     experts."""
-    experts = family.experts_of(layer)
+    experts = family.of_block(block).experts_of(layer)
     if experts is None:
         yield
         return

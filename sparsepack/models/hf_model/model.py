@@ -50,8 +50,11 @@ def single_layer(config: Any, layer: int = 0) -> Any:
     single = copy.deepcopy(config)
     single.num_hidden_layers = 1
     family = FAMILIES[config.model_type]
-    for name, value in layer_kind(config, layer).items():
-        setattr(single, name, [value])
+    for name in ("layer_types", family.rope_layers):
+        if name and (kinds := getattr(config, name, None)):
+            setattr(single, name, [kinds[layer]])
+    if family.dense_mlps is not None:
+        setattr(single, family.dense_mlps.key, family.dense_mlps.setting(layer in family.of(config).dense_layers))
     if family.global_heads:
         of_layer = config.per_layer_config[layer]
         single.per_layer_config = {0: {name: getattr(of_layer, name) for name in ("head_dim", "num_key_value_heads")}}
@@ -63,8 +66,10 @@ def single_layer(config: Any, layer: int = 0) -> Any:
 
 def layer_kind(config: Any, layer: int) -> dict[str, Any]:
     """What a stock configuration says of a layer alone: the fields of lists, and their values there."""
-    fields = ("layer_types", FAMILIES[config.model_type].rope_layers)
-    return {name: kinds[layer] for name in fields if name and (kinds := getattr(config, name, None))}
+    family = FAMILIES[config.model_type]
+    fields = ("layer_types", family.rope_layers)
+    dense = {} if family.dense_mlps is None else {"dense": layer in family.of(config).dense_layers}
+    return dense | {name: kinds[layer] for name in fields if name and (kinds := getattr(config, name, None))}
 
 
 def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tuple[int, ...]]:
@@ -225,8 +230,9 @@ def build_model(
         if name == HEAD and config.tie_word_embeddings:
             continue
         module = model.get_submodule(name.rpartition(".")[0])
-        value = tensor(name).to(where(name), dtype)
-        of_kind = nn.Parameter(value, requires_grad=False) if isinstance(place, nn.Parameter) else value
+        parameter = isinstance(place, nn.Parameter)
+        value = tensor(name).to(where(name), dtype if parameter else place.dtype)
+        of_kind = nn.Parameter(value, requires_grad=False) if parameter else value
         setattr(module, name.rpartition(".")[2], of_kind)
     if config.tie_word_embeddings:
         model.lm_head.weight = model.get_input_embeddings().weight

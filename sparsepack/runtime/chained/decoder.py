@@ -6,10 +6,11 @@ from functools import partial
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.blocks import Attention
+from sparsepack.models.blocks import LATENT_EPS, Attention, Latent
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.progress import format_count
 from sparsepack.runtime.chained.layer import LoadedLayer, Mode, Operations, load_layer
@@ -188,13 +189,33 @@ class OperationsDecoder:
         sites, mixer = self._layers[number].attention, self._architecture.blocks[number].mixer
         rows = sites["attn_in"].product(x, mode, scales)
         if isinstance(mixer, Attention):
+            if mixer.latent is not None:
+                rows = self._from_latents(number, mixer.latent, rows, mode, scales)
             mixed = self._attended(number, mixer, rows, mode, sequences)
+            if mixer.latent is not None:  # channels that values have not are zeros
+                heads = torch.unflatten(mixed, -1, (self._architecture.heads, -1))
+                mixed = heads[..., : mixer.latent.value].flatten(1)
         else:
             assert self._states is not None
             of_each = zip(sequences, rows.tensor_split(len(sequences)), x.tensor_split(len(sequences)), strict=True)
             lengths = self.cache.lengths
             mixed = torch.cat([self._states.mix(number, y, x, of, lengths[of]) for of, y, x in of_each])
         return sites["attn_out"].product(mixed, mode, scales)
+
+    def _from_latents(self, number: int, latent: Latent, rows: Tensor, mode: Mode, scales: StepScales | None) -> Tensor:
+        """Queries, keys and values as the cache takes them, of what attn_in gives where that are latents."""
+        a, layer = self._architecture, self._layers[number]
+
+        def expanded(site: str, norm: str, x: Tensor) -> Tensor:
+            x = reference.rms_norm(x, layer.norms[norm], LATENT_EPS)
+            return torch.unflatten(layer.attention[site].product(x, mode, scales), -1, (a.heads, -1))
+
+        q, kv, turning = torch.split(rows, [latent.into(a.heads)[0], latent.kv_rank, latent.turning], -1)
+        q = expanded("attn_q_b", "q_a_norm", q) if latent.q_rank else torch.unflatten(q, -1, (a.heads, -1))
+        k, v = torch.split(expanded("attn_kv_b", "kv_a_norm", kv), [latent.plain, latent.value], -1)
+        q = torch.cat([q[..., latent.plain :], q[..., : latent.plain]], -1)
+        k = torch.cat([turning[:, None].expand(-1, a.heads, -1), k], -1)
+        return torch.cat([pad(each, (0, a.head_dim - each.shape[-1])).flatten(1) for each in (q, k, v)], -1)
 
     def _attended(self, number: int, mixer: Attention, rows: Tensor, mode: Mode, sequences: Sequence[int]) -> Tensor:
         """What attention makes of what attn_in gives."""

@@ -13,6 +13,7 @@ from torch import Tensor
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
+from sparsepack.models.blocks import Router
 from sparsepack.models.sites import SiteRule, levels_read
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
@@ -205,6 +206,7 @@ class LoadedExpertMlp:
 
     level_bytes -- as of a `LoadedSite`
     biases      -- of each site, float32 [experts, rows]; None: there are none
+    routing, correction, shared_gate -- as an `ExpertMlp` has them
     """
 
     operations: Operations
@@ -218,11 +220,14 @@ class LoadedExpertMlp:
     biases: Mapping[str, Tensor | None]
     active: Mapping[str, Tensor]
     level_bytes: Tensor | None
+    routing: Router | None = None
+    correction: Tensor | None = None
 
     def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
-        chosen, weights = reference.route(x, self.router, self.used, self.normalised, self.router_bias)
+        how = self.used, self.normalised, self.router_bias, self.routing, self.correction
+        chosen, weights = reference.route(x, self.router, *how)
         into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
-        if self.shared_gate is not None:
+        if len(into) > len(self.router):
             numbers = range(len(self.router), len(into))
             chosen, weights = reference.with_shared(x, self.shared_gate, numbers, chosen, weights)
         product = partial(self._product, mode is Mode.STEP and len(x) == 1)
@@ -364,8 +369,10 @@ def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) 
     bytes = _level_bytes(mlp.sites["mlp_in"].matrix.levels, device)
     bias = None if mlp.router_bias is None else mlp.router_bias.to(device)
     biases = {name: None if site.bias is None else site.bias.to(device) for name, site in mlp.sites.items()}
+    correction = None if mlp.correction is None else mlp.correction.to(device)
+    numbers = mlp.used, mlp.normalised
     return LoadedExpertMlp(
-        operations, router, bias, shared, mlp.used, mlp.normalised, matrices, rules, biases, active, bytes
+        operations, router, bias, shared, *numbers, matrices, rules, biases, active, bytes, mlp.routing, correction
     )
 
 

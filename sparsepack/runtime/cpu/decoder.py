@@ -15,7 +15,7 @@ from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, Mat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.blocks import DeltaNet
-from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
+from sparsepack.models.family import ATTENTION_SITES, LATENT_NORMS, MLP_SITES, SITES
 from sparsepack.models.sites import SiteRule
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import find_backend
@@ -32,6 +32,10 @@ PREFILL_TOKENS = 512
 
 _NORMS = ("attn_norm", "mlp_norm", "attn_post_norm", "mlp_post_norm", "q_row_norm", "k_row_norm")
 """The norms of a layer that the decoder has itself, in the order in which its builder takes them."""
+
+_LATENT_SITES = ("attn_kv_b", "attn_q_b")
+_NUMBERS = (*SITES, *_LATENT_SITES)
+"""The sites in the order in which native/decoder/decoder.h has them."""
 
 _ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1, "swiglu_oai": 4}
 """Numbers as in kernels.h, `Activation`; an MLP without a gate takes its rows for both, and relu(h) h is relu2(h)."""
@@ -70,7 +74,8 @@ class NativeDecoder:
         find_backend("cpu").check_device(device)
         self.threads = threads or torch.get_num_threads()
         self.instruction_set = instruction_set()
-        self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted)
+        self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted, *_LATENT_SITES)
+        self._sites = [{*layer.matrices} for layer in packed.layers]
         self._vocabulary = packed.architecture.vocabulary
         self.cache = new_cache(attention_of(packed, context, device, sequences))
         try:
@@ -99,7 +104,8 @@ class NativeDecoder:
 
     def active(self) -> dict[tuple[int, str], int]:
         names = self._counted
-        return {(n // len(names), names[n % len(names)]): count for n, count in enumerate(self.native.active())}
+        found = {(n // len(names), names[n % len(names)]): count for n, count in enumerate(self.native.active())}
+        return {(layer, name): count for (layer, name), count in found.items() if name in self._sites[layer]}
 
     def reset(self) -> None:
         self.native.reset()
@@ -163,7 +169,7 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
     a = packed.architecture
     builder = native().DecoderBuilder(
         hidden=a.hidden,
-        intermediate=a.intermediate,
+        intermediate=max(a.intermediate, a.dense_intermediate),
         vocabulary=a.vocabulary,
         prefill_tokens=PREFILL_TOKENS,
         eps=a.norm_eps,
@@ -183,6 +189,9 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
             builder.set_gated()
         elif block.mixer.k_eq_v:
             builder.set_k_eq_v()
+        elif block.mixer.latent is not None:
+            q_norm, kv_norm = (vector(layer.norms.get(name)) for name in LATENT_NORMS)
+            builder.set_latent(**asdict(block.mixer.latent), q_norm=q_norm, kv_norm=kv_norm)
         _add_sites(builder, layer.attention, threads)
         _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
@@ -210,8 +219,7 @@ def _add_sites(builder: Any, sites: Mapping[str, PackedSite], threads: int) -> N
     for name, site in sites.items():
         offset = None if site.rule is None else site.rule.offset
         matrix = load_zigzag(site.matrix, threads=threads)
-        # SITES is in the order in which native/decoder/decoder.h has them.
-        builder.set_site(SITES.index(name), matrix, vector(site.bias), _thresholds(site.rule), vector(offset))
+        builder.set_site(_NUMBERS.index(name), matrix, vector(site.bias), _thresholds(site.rule), vector(offset))
 
 
 def _thresholds(rule: SiteRule | None) -> Any:
@@ -228,12 +236,13 @@ def _add_dense(builder: Any, mlp: DenseMlp, threads: int) -> None:
 def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
     by_rows = mlp.gate.format.order != "zigzag"
     if not by_rows:
-        builder.set_site(SITES.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
+        builder.set_site(_NUMBERS.index("mlp_in"), load_zigzag(mlp.gate, threads=threads), None, None, None)
     builder.set_neurons(load_neurons(mlp.records, gated=mlp.gated), load_gates(mlp.gate) if by_rows else None)
 
 
 def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
-    router = torch.cat(mlp.always).contiguous()  # what says how much of shared experts is its last row
+    gate = () if mlp.shared_gate is None else (mlp.shared_gate,)
+    router = torch.cat([mlp.router, *gate]).contiguous()  # what says how much of shared experts is its last row
     into, mid = (mlp.sites[name] for name in MLP_SITES)
     builder.set_experts(
         router=load_rows(PackedMatrix(router.view(torch.uint8), MatrixFormat("F32"), *router.shape)),
@@ -247,7 +256,10 @@ def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
         router_bias=vector(mlp.router_bias),
         mlp_in_bias=vector(into.bias),
         mlp_mid_bias=vector(mid.bias),
+        shared_gated=mlp.shared_gate is not None,
     )
+    if mlp.routing is not None:
+        builder.set_routing(**asdict(mlp.routing), correction=vector(mlp.correction))
 
 
 _ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {

@@ -32,30 +32,54 @@ from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import GateCopy, by_neuron
 from sparsepack.formats.orders.slide import STEPS, Slide, expand, quantise_rows, unpack_positions, windowed
 from sparsepack.models.architecture import clamped_swiglu
-from sparsepack.models.blocks import CLAMPED_SWIGLU
+from sparsepack.models.blocks import CLAMPED_SWIGLU, Router
 
 
-def route(x: Tensor, router: Tensor, used: int, normalised: bool, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """The experts that a router chooses, the likeliest ones by the softmax of its logits.
+def route(
+    x: Tensor,
+    router: Tensor,
+    used: int,
+    normalised: bool,
+    bias: Tensor | None = None,
+    routing: Router | None = None,
+    correction: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The experts that a router chooses, the likeliest ones by the softmax of its logits unless it has other scores.
 
     x -- float32 [S, hidden]; router -- float32 [experts, hidden]; used -- experts that a token has
     normalised -- whether the weights of these are made to add up to one
     bias -- float32 [experts], of the logits; None: there is none
+    routing -- of other scores, or groups of experts; correction -- float32 [experts], added to scores that choose
 
     Returns their numbers, int64 [S, used], and weights, float32 [S, used]; the likeliest first.
     """
     logits = x @ router.T if bias is None else x @ router.T + bias
-    weights, chosen = torch.softmax(logits, -1).topk(used, -1)
-    return chosen, weights / weights.sum(-1, keepdim=True) if normalised else weights
+    how = routing or Router()
+    scores = logits.sigmoid() if how.sigmoid else torch.softmax(logits, -1)
+    choosing = scores if correction is None else scores + correction
+    if how.groups > 1:
+        by_group = torch.unflatten(choosing, -1, (how.groups, -1))  # [S, groups, experts of one]
+        best = by_group.topk(2 if how.sigmoid else 1, -1).values.sum(-1).topk(how.groups_used, -1).indices
+        stays = torch.zeros_like(by_group[..., 0], dtype=torch.bool).scatter(-1, best, True)
+        choosing = by_group.masked_fill(~stays[..., None], -torch.inf).flatten(1)
+    chosen = choosing.topk(used, -1).indices
+    weights = scores.gather(-1, chosen)
+    if normalised:
+        weights = weights / weights.sum(-1, keepdim=True)
+    return chosen, weights * how.scale
 
 
-def with_shared(x: Tensor, gate: Tensor, numbers: range, chosen: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def with_shared(
+    x: Tensor, gate: Tensor | None, numbers: range, chosen: Tensor, weights: Tensor
+) -> tuple[Tensor, Tensor]:
     """What `route` returned, and after it the experts that every token has: [S, used + shared].
 
-    gate -- float32 [1, hidden]: the sigmoid of its product with x is their weight; numbers -- of these experts
+    gate -- float32 [1, hidden]: the sigmoid of its product with x is their weight; None: that is 1
+    numbers -- of these experts
     """
     more = torch.tensor([*numbers], device=x.device).expand(len(x), -1)
-    weight = torch.sigmoid(x @ gate.T).expand(-1, len(numbers))
+    weight = x.new_ones(len(x), 1) if gate is None else torch.sigmoid(x @ gate.T)
+    weight = weight.expand(-1, len(numbers))
     return torch.cat([chosen, more], 1), torch.cat([weights, weight], 1)
 
 

@@ -76,7 +76,8 @@ public:
     void set_experts(std::shared_ptr<RowsMatrix> router, int32_t used, int32_t shared, bool normalised,
                      std::shared_ptr<ExpertsMatrix> in, std::optional<Vector> in_threshold,
                      std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold,
-                     std::optional<Vector> router_bias, std::optional<Vector> in_bias, std::optional<Vector> mid_bias) {
+                     std::optional<Vector> router_bias, std::optional<Vector> in_bias, std::optional<Vector> mid_bias,
+                     bool shared_gated) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         Experts experts = {&router->view,
                            used,
@@ -86,7 +87,9 @@ public:
                            mid->views.data(),
                            copied(router_bias),
                            copied(in_bias),
-                           copied(mid_bias)};
+                           copied(mid_bias),
+                           shared_gated,
+                           std::nullopt};
         size_t count = size_t(experts.stored());
         if (in->views.size() != count || mid->views.size() != count)
             throw std::invalid_argument("experts: expected a matrix for each row of the router, and the shared ones'");
@@ -97,6 +100,19 @@ public:
         model_.owners.push_back(std::move(router));
         model_.owners.push_back(std::move(in));
         model_.owners.push_back(std::move(mid));
+    }
+
+    // How the router of the last layer chooses.
+    void set_routing(bool sigmoid, int32_t groups, int32_t groups_used, float scale, std::optional<Vector> correction) {
+        if (model_.layers.empty() || !model_.layers.back().experts) throw std::invalid_argument("no experts");
+        model_.layers.back().experts->routing = Routing{sigmoid, groups, groups_used, scale, copied(correction)};
+    }
+
+    // The last layer's attention is by latents.
+    void set_latent(int32_t q_rank, int32_t kv_rank, int32_t plain, int32_t turning, int32_t value,
+                    std::optional<Vector> q_norm, Vector kv_norm) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().latent = Latent{q_rank, kv_rank, plain, turning, value, copied(q_norm), copied(kv_norm)};
     }
 
     // The last layer's attention has an output gate.
@@ -274,7 +290,11 @@ void bind_decoder(nb::module_& m) {
         .def("set_neurons", &Builder::set_neurons, "records"_a, "gates"_a.none())
         .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "shared"_a, "normalised"_a,
              "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none(), "router_bias"_a.none(),
-             "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none())
+             "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none(), "shared_gated"_a)
+        .def("set_routing", &Builder::set_routing, nb::kw_only(), "sigmoid"_a, "groups"_a, "groups_used"_a, "scale"_a,
+             "correction"_a.none())
+        .def("set_latent", &Builder::set_latent, nb::kw_only(), "q_rank"_a, "kv_rank"_a, "plain"_a, "turning"_a,
+             "value"_a, "q_norm"_a.none(), "kv_norm"_a)
         .def("set_basis", &Builder::set_basis, "matrix"_a)
         .def("set_gated", &Builder::set_gated)
         .def("set_k_eq_v", &Builder::set_k_eq_v)

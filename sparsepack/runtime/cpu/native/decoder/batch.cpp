@@ -24,7 +24,11 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
             multiply_gates(number, normed, batch, thread);
             pool_.barrier();
         }
-        attend_batch(multiply_batch(number, ATTN_IN, normed, batch, sparse, thread), number, batch, sparse, thread);
+        Sums into = multiply_batch(number, ATTN_IN, normed, batch, sparse, thread);
+        if (layer.latent)
+            attend_latents_batch(into, number, batch, sparse, thread);
+        else
+            attend_batch(into, number, batch, sparse, thread);
         pool_.barrier();
         add_batch(multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread), layer.attn_post_norm, batch, thread);
 
@@ -62,7 +66,7 @@ void Decoder::mlp_batch(int number, int32_t batch, bool sparse, int thread) {
     Sums sums = layer.gates ? gates(number, normed, batch, of_gates, thread)
                             : multiply_batch(number, MLP_IN, normed, batch, sparse, thread);
     if (layer.neurons) return neurons_batch(sums, number, batch, sparse, thread);
-    gate_batch(sums, batch, thread);
+    gate_batch(sums, number, batch, thread);
     pool_.barrier();
     add_batch(multiply_batch(number, MLP_MID, wide_inner_.data(), batch, sparse, thread), layer.mlp_post_norm, batch,
               thread);
@@ -174,13 +178,14 @@ void Decoder::attend_batch(const Sums& qkv, int layer, int32_t batch, bool spars
 }
 
 // From the products of mlp_in to the inputs of mlp_mid in `wide_inner_`; each thread does a range of the columns.
-void Decoder::gate_batch(const Sums& both, int32_t batch, int thread) {
-    int32_t first = border(s_.intermediate, thread), n = border(s_.intermediate, thread + 1) - first;
+void Decoder::gate_batch(const Sums& both, int layer, int32_t batch, int thread) {
+    const int32_t width = model_.layers[layer].width;
+    int32_t first = border(width, thread), n = border(width, thread + 1) - first;
     float* up = scratch_[thread].d.data();
     for (int32_t t = 0; t < batch && n; ++t) {
-        float* x = wide_inner_.data() + int64_t(t) * s_.intermediate + first;
+        float* x = wide_inner_.data() + int64_t(t) * width + first;
         read(sums_of(both, t), first, n, x);
-        read(sums_of(both, t), both.rows - s_.intermediate + first, n, up);
+        read(sums_of(both, t), both.rows - width + first, n, up);
         k_.gate(s_.activation, x, up, n, x);
     }
 }

@@ -32,6 +32,14 @@ void check_experts(const Experts& e, const Shape& s, const std::string& name) {
     expect(fits(e.router_bias, e.count()) && fits(e.in_bias, e.stored() * int64_t(e.in->rows)) &&
                fits(e.mid_bias, e.stored() * int64_t(e.mid->rows)),
            name + ": biases of other lengths");
+    expect(!e.shared_gated || e.shared > 0, name + ": a gate of no shared experts");
+    if (e.routing) {
+        const Routing& how = *e.routing;
+        expect(how.correction.empty() || how.correction.size() == size_t(e.count()), name + ": bias of other experts");
+        expect(how.groups >= 1 && how.groups <= MOST_GROUPS && e.count() % how.groups == 0 && how.groups_used >= 1 &&
+                   how.groups_used <= how.groups && e.used <= e.count() / how.groups * how.groups_used,
+               name + ": groups of experts that do not fit");
+    }
     expect(e.shared >= 0, name + ": fewer shared experts than none");
     for (const Zigzag* of_site : {e.in, e.mid}) {
         for (int32_t i = 1; i < e.stored(); ++i) {
@@ -57,12 +65,28 @@ void check_delta_net(const DeltaNet& net, const Layer& layer, const Shape& s, co
     expect(layer.sites[ATTN_IN].bias.empty() && !layer.gated, name + ": a delta net with a bias");
 }
 
+void check_latent(const Latent& of, const Layer& layer, const AttentionShape& a, const std::string& name) {
+    for (int32_t value : {of.kv_rank, of.plain, of.turning, of.value})
+        expect(value > 0, name + ": expected positive sizes of latents");
+    expect(of.q_rank >= 0 && of.q_norm.size() == size_t(of.q_rank) && of.kv_norm.size() == size_t(of.kv_rank),
+           name + ": norms of latents of another length");
+    expect(a.heads == a.kv_heads && std::max(of.query(), of.value) == a.head_dim, name + ": a cache of other heads");
+    expect(!layer.gated && layer.q_row_norm.empty() && !layer.delta_net, name + ": latents beside a gate or a norm");
+    check_site(layer.sites[ATTN_KV_B], int64_t(a.heads) * (of.plain + of.value), of.kv_rank, name + " attn_kv_b");
+    if (of.q_rank) check_site(layer.sites[ATTN_Q_B], of.queries(a.heads), of.q_rank, name + " attn_q_b");
+}
+
 void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
     if (layer.delta_net) check_delta_net(*layer.delta_net, layer, s, name);
+    if (layer.latent) check_latent(*layer.latent, layer, a, name);
     int64_t into = a.qkv_rows() + layer.gated * a.q_rows() - layer.k_eq_v * a.kv_rows();
     if (layer.delta_net) into = layer.delta_net->shape.rows();
+    if (layer.latent) into = layer.latent->into(a.heads);
     check_site(layer.sites[ATTN_IN], into, s.hidden, name + " attn_in");
-    check_site(layer.sites[ATTN_OUT], s.hidden, layer.delta_net ? layer.delta_net->shape.values() : a.q_rows(),
+    check_site(layer.sites[ATTN_OUT], s.hidden,
+               layer.latent      ? int64_t(a.heads) * layer.latent->value
+               : layer.delta_net ? layer.delta_net->shape.values()
+                                 : a.q_rows(),
                name + " attn_out");
     expect(layer.gated + layer.k_eq_v + !layer.q_row_norm.empty() <= 1,
            name + ": gates, keys for values, or queries normed together, not two of these");
@@ -78,12 +102,14 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     } else {
         if (layer.experts) check_experts(*layer.experts, s, name);
         expect(!layer.experts || layer.mlp_post_norm.empty(), name + ": experts with a norm after them");
-        const Zigzag* in = layer.sites[MLP_IN].matrix;
-        bool plain = !layer.experts && in && in->rows == s.intermediate;
+        const Zigzag *in = layer.sites[MLP_IN].matrix, *mid = layer.sites[MLP_MID].matrix;
+        const int64_t width = mid ? mid->columns : 0;
+        expect(width > 0 && width <= s.intermediate, name + ": an MLP wider than all are");
+        bool plain = !layer.experts && in && in->rows == width;
         expect(!plain || s.activation == RELU, name + ": another activation without a gate");
-        check_site(layer.sites[MLP_IN], (plain ? 1 : 2) * int64_t(s.intermediate), s.hidden, name + " mlp_in");
+        check_site(layer.sites[MLP_IN], (plain ? 1 : 2) * width, s.hidden, name + " mlp_in");
         size_t experts = layer.experts ? size_t(layer.experts->stored()) : 1;
-        check_site(layer.sites[MLP_MID], s.hidden, s.intermediate, name + " mlp_mid", experts);
+        check_site(layer.sites[MLP_MID], s.hidden, width, name + " mlp_mid", experts);
     }
     for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
         expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
@@ -146,15 +172,17 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
       a_(cache_->shape()),
       k_(kernels),
       pool_(threads) {
-    int64_t inner = 0, own_heads = 0, delta_gates = 0, delta = 0, padded[2] = {0, 0};
+    int64_t inner = 0, own_heads = 0, delta_gates = 0, delta = 0, latents = 0, padded[2] = {0, 0};
     int32_t attend = 0, keep = 0;
     states_.resize(model_.caches.size());
     for (Layer& layer : model_.layers) {
         layer.kept = layer.delta_net ? keep++ : attend++;
+        layer.width = layer.neurons ? s_.intermediate : int32_t(layer.sites[MLP_MID].matrix->columns);
+        if (layer.latent) latents = std::max(latents, layer.latent->scratch());
         if (!layer.delta_net) {
             const AttentionShape& of = cache_->shape(layer.kept);
             inner = std::max<int64_t>(inner, of.q_rows());
-            own_heads = std::max(own_heads, int64_t(3 * of.gqa_ratio() + 2) * of.head_dim);
+            own_heads = std::max(own_heads, int64_t(3 * of.gqa_ratio() + 3) * of.head_dim);
             continue;
         }
         const DeltaShape& shape = layer.delta_net->shape;
@@ -163,7 +191,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         delta = std::max(delta, shape.scratch());
         for (DeltaStates& states : states_) states.layers.emplace_back(shape);
     }
-    int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner});
+    int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner, latents});
     int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;
     for (const Layer& layer : model_.layers) {
         if (!layer.experts) continue;
@@ -182,15 +210,17 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
                 padded[number & 1] = std::max(padded[number & 1], batch * s_.intermediate);
                 continue;
             }
+            if (!site.matrix) continue;  // of latents that a block has not
             site.sparse_bias = sparse_bias(site, k_);
             const Zigzag& m = *site.matrix;
             int64_t room = gemv_slices(m, int32_t(m.columns), threads) * gemv_stride(m);
-            if (layer.experts && number >= MLP_IN) {
+            if (layer.experts && (number == MLP_IN || number == MLP_MID)) {
                 int32_t used = layer.experts->of_token();
                 room = std::max(room, used * gemv_slices(m, int32_t(m.columns), threads, used) * gemv_stride(m));
             }
             if (batch > 1) room = std::max(room, matmul_slices(m, int32_t(m.columns), threads) * batch * m.rows);
             padded[number & 1] = std::max(padded[number & 1], room);
+            if (number == ATTN_KV_B) padded[1] = std::max(padded[1], room);  // beside queries without a latent
         }
     }
     active_.assign(model_.layers.size() * SITES, 0);
@@ -223,6 +253,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
             own.rows = Buffer<float>(a_.q_rows() + a_.kv_rows());
         own.heads = Buffer<float>(own_heads);
         own.delta = Buffer<float>(delta);
+        own.latents = Buffer<float>(latents);
+        own.scores.resize(experts);
         own.attention = Buffer<float>(cache_->scratch(1));
         own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));
     }

@@ -35,7 +35,8 @@
 
 namespace sparsepack {
 
-enum { ATTN_IN = 0, ATTN_OUT = 1, MLP_IN = 2, MLP_MID = 3, SITES = 4 };
+// The last two are of attention by latents.
+enum { ATTN_IN = 0, ATTN_OUT = 1, MLP_IN = 2, MLP_MID = 3, ATTN_KV_B = 4, ATTN_Q_B = 5, SITES = 6 };
 
 struct Shape {
     int32_t hidden, intermediate;
@@ -60,20 +61,46 @@ struct Site {
     const float* steps() const noexcept { return threshold.data() + threshold.size() - PLANES; }
 };
 
+constexpr int32_t MOST_GROUPS = 1 << 10;  // of experts
+
+// How experts are chosen where it is not by the softmax of all logits (models/blocks.py, Router).
+struct Routing {
+    bool sigmoid;
+    int32_t groups, groups_used;
+    float scale;
+    std::vector<float> correction;  // [count], or empty
+};
+
 // An MLP that is a mixture of experts. Its sites have what the experts share, and the matrix of the first one. The last
-// `shared` experts are of every token, with the sigmoid of the router's last row as their weight.
+// `shared` experts are of every token, with the sigmoid of the router's last row as their weight, or 1.
 struct Experts {
-    const Rows* router;                    // F32 [count, or one more where experts are shared][hidden]
+    const Rows* router;                    // F32 [count, or one more where shared experts have a gate][hidden]
     int32_t used;                          // experts that are chosen for a token
     int32_t shared;                        // that it has beside these
     bool normalised;                       // the weights of the chosen are made to add up to one
     const Zigzag *in, *mid;                // of each expert, all of one shape
     std::vector<float> router_bias;        // [count], or empty
     std::vector<float> in_bias, mid_bias;  // [stored][rows], or empty
+    bool shared_gated;
+    std::optional<Routing> routing;
 
-    int32_t count() const { return int32_t(router->rows) - (shared > 0); }  // to choose from
+    int32_t count() const { return int32_t(router->rows) - shared_gated; }  // to choose from
     int32_t stored() const { return count() + shared; }
     int32_t of_token() const { return used + shared; }
+};
+
+constexpr float LATENT_EPS = 1e-6f;  // models/blocks.py
+
+// Where queries, keys and values come from: models/blocks.py, Latent.
+struct Latent {
+    int32_t q_rank, kv_rank, plain, turning, value;
+    std::vector<float> q_norm, kv_norm;
+
+    int32_t query() const noexcept { return plain + turning; }
+    int64_t queries(int32_t heads) const noexcept { return int64_t(heads) * query(); }
+    int32_t kv_rows() const noexcept { return kv_rank + turning; }
+    int64_t into(int32_t heads) const noexcept { return (q_rank ? q_rank : queries(heads)) + kv_rows(); }
+    int64_t scratch() const noexcept { return q_rank + kv_rows(); }
 };
 
 // Rows of mlp_in are those of the gate, then of up; without a gate of up alone, which then stands for both.
@@ -86,10 +113,12 @@ struct Layer {
     const Gates* gates = nullptr;                      // by rows; then MLP_IN has no matrix
     std::optional<Experts> experts;
     const Rows* basis = nullptr;        // [hidden, hidden]: the block begins with x = basis x
+    std::optional<Latent> latent;       // attention by latents
     std::optional<DeltaNet> delta_net;  // in place of attention, between the same sites
     bool gated = false;                 // attention has an output gate: of each head rows of queries, then of gates
     bool k_eq_v = false;                // attn_in has no rows of values, which are the keys as it gives them
     float scalar = 1;                   // all that leaves the block is multiplied by it
+    int32_t width = 0;                  // neurons of the MLP, or of an expert; made by the decoder
     int32_t kept = -1;  // which of the layers of the cache, or of the states, is this one; made by the decoder
 };
 
@@ -145,6 +174,8 @@ private:
         Buffer<float> delta;          // of a gated delta net
         std::vector<int32_t> chosen;  // experts of a token
         std::vector<float> weights;   // of these
+        std::vector<float> scores;    // of all experts, where they are not chosen by logits
+        Buffer<float> latents;        // of a token, and the part of keys that turns
         std::vector<float> bias;      // [hidden]: what those of mlp_mid add
         std::vector<Product> products;
         std::vector<int64_t> skipped;  // weights, of each sequence of a step, where thresholds are controlled
@@ -230,7 +261,7 @@ private:
     Active select_batch(const Site& at, float* x, int32_t batch, int thread);
     Active select_levels(const Site& at, float* x, int32_t batch, int thread);
     void attend_batch(const Sums& qkv, int layer, int32_t batch, bool sparse, int thread);
-    void gate_batch(const Sums& both, int32_t batch, int thread);
+    void gate_batch(const Sums& both, int layer, int32_t batch, int thread);
     void neurons_batch(const Sums& gate, int layer, int32_t batch, bool sparse, int thread);
 
     // decoder/neurons.cpp
@@ -239,11 +270,21 @@ private:
     void neuron_rows(int layer, int32_t first, int32_t last, int32_t positions);
 
     // decoder/experts.cpp
-    void choose(const Experts& experts, const float* logits, int32_t* chosen, float* weights) const;
+    void choose(const Experts& experts, const float* logits, int32_t* chosen, float* weights, int thread);
+    static void choose_by_scores(const Experts& experts, float* scores, int32_t* chosen, float* weights);
     Sums experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]);
     void add_bias(const Experts& experts, int32_t expert, float weight, float* y) const;
     void experts_batch(int layer, int32_t batch, bool sparse, int thread);
     void expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
+
+    // decoder/latents.cpp
+    void read_latents(const Sums& into, const Latent& of, float* y) const;
+    void attend_latents(const Input& input, int layer, bool sparse, int thread);
+    void attend_latents_batch(const Sums& into, int layer, int32_t batch, bool sparse, int thread);
+    void join_latent(const Latent& of, const float* q, const float* kv, const float* turning, float* y) const;
+    void attend_latent(const Sums& q, const Sums& kv, const float* turning, KvCache& cache, int layer, int32_t head,
+                       bool sparse, float* y, int thread);
+    void attend_latent_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
 
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
@@ -273,7 +314,10 @@ private:
     std::vector<DeltaStates> states_;  // of each sequence
     int32_t sequence_ = 0;             // the one at hand
     Buffer<float> delta_gates_;        // products of gates of delta nets, [positions][2 value_heads]
-    Buffer<float> wide_qkv_;           // [prefill_tokens][queries, keys, values], where attention has a gate
+    Buffer<float> wide_qkv_;           // [prefill_tokens][queries, keys, values], where attention has a gate or latents
+    Buffer<float> wide_latents_[2];    // [prefill_tokens][...], of queries, and of keys and values
+    Buffer<float> wide_turning_;       // [prefill_tokens][turning]
+    Buffer<float> wide_heads_;         // [prefill_tokens][heads][...]: queries, then what attention by latents gives
     Buffer<float> attn_output_;
     Buffer<float> middle_;                // gate * up, of each expert that a token has
     Buffer<int32_t> listed_;              // active columns, each thread's range at a place of its own, for each level

@@ -10,12 +10,16 @@
 namespace sparsepack {
 
 // The experts of a token by the router's logits, the likeliest first, and their weights; after them the shared ones.
-void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, float* weights) const {
+void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, float* weights, int thread) {
     auto logit = [&](int32_t i) { return e.router_bias.empty() ? logits[i] : logits[i] + e.router_bias[i]; };
     float largest = logit(0), sum = 0, of_chosen = 0;
     for (int32_t i = 1; i < e.count(); ++i) largest = std::max(largest, logit(i));
     for (int32_t i = 0; i < e.count(); ++i) sum += expf(logit(i) - largest);
-    for (int32_t slot = 0; slot < e.used; ++slot) {
+    float* scores = scratch_[thread].scores.data();
+    for (int32_t i = 0; e.routing && i < e.count(); ++i)
+        scores[i] = e.routing->sigmoid ? 1 / (1 + expf(-logit(i))) : expf(logit(i) - largest) / sum;
+    if (e.routing) choose_by_scores(e, scores, chosen, weights);
+    for (int32_t slot = 0; slot < e.used && !e.routing; ++slot) {
         int32_t best = -1;
         for (int32_t i = 0; i < e.count(); ++i) {
             if (best >= 0 && !(logit(i) > logit(best))) continue;
@@ -25,10 +29,51 @@ void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, flo
         weights[slot] = expf(logit(best) - largest) / sum;
         of_chosen += weights[slot];
     }
+    for (int32_t slot = 0; slot < e.used && e.routing; ++slot) of_chosen += weights[slot];
     for (int32_t slot = 0; slot < e.used && e.normalised; ++slot) weights[slot] /= of_chosen;
+    for (int32_t slot = 0; slot < e.used && e.routing; ++slot) weights[slot] *= e.routing->scale;
     for (int32_t i = 0; i < e.shared; ++i) {
         chosen[e.used + i] = e.count() + i;
-        weights[e.used + i] = 1 / (1 + expf(-logits[e.count()]));
+        weights[e.used + i] = e.shared_gated ? 1 / (1 + expf(-logits[e.count()])) : 1;
+    }
+}
+
+// The experts with the best scores [count], their bias included, in the best groups; the scores of these are their weights.
+void Decoder::choose_by_scores(const Experts& e, float* scores, int32_t* chosen, float* weights) {
+    const Routing& how = *e.routing;
+    const int32_t size = e.count() / how.groups;
+    auto by = [&](int32_t i) { return how.correction.empty() ? scores[i] : scores[i] + how.correction[i]; };
+    auto of_group = [&](int32_t group) {
+        float first = -INFINITY, second = -INFINITY;
+        for (int32_t i = group * size; i < (group + 1) * size; ++i) {
+            float score = by(i);
+            if (score > first)
+                second = first, first = score;
+            else if (score > second)
+                second = score;
+        }
+        return how.sigmoid ? first + second : first;
+    };
+    uint64_t stays[MOST_GROUPS / 64] = {};
+    auto in = [&](int32_t group) { return stays[group / 64] >> group % 64 & 1; };
+    for (int32_t n = 0; n < how.groups_used; ++n) {
+        int32_t best = -1;
+        float score = 0;
+        for (int32_t group = 0; group < how.groups; ++group) {
+            if (in(group)) continue;
+            float found = how.groups > how.groups_used ? of_group(group) : 0;
+            if (best < 0 || found > score) best = group, score = found;
+        }
+        stays[best / 64] |= uint64_t(1) << best % 64;
+    }
+    for (int32_t slot = 0; slot < e.used; ++slot) {
+        int32_t best = -1;
+        for (int32_t i = 0; i < e.count(); ++i) {
+            if (!in(i / size) || (best >= 0 && !(by(i) > by(best)))) continue;
+            if (std::find(chosen, chosen + slot, i) == chosen + slot) best = i;
+        }
+        chosen[slot] = best;
+        weights[slot] = scores[best];
     }
 }
 
@@ -40,11 +85,11 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     const Experts& e = *of.experts;
     const Site &in = of.sites[MLP_IN], &mid = of.sites[MLP_MID];
     Scratch& own = scratch_[thread];
-    const int32_t n = s_.intermediate, used = e.of_token();
+    const int32_t n = of.width, used = e.of_token();
 
     share_matmul(k_, pool_, *e.router, x, 1, routed_.data());
     pool_.barrier();
-    choose(e, routed_.data(), own.chosen.data(), own.weights.data());
+    choose(e, routed_.data(), own.chosen.data(), own.weights.data(), thread);
 
     Active active = {all_.data(), s_.hidden};
     if (sparse && in.has_levels()) {
@@ -131,7 +176,7 @@ void Decoder::experts_batch(int layer, int32_t batch, bool sparse, int thread) {
 // expert, the positions that have it side by side.
 void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread) {
     const Experts& e = *model_.layers[layer].experts;
-    const int64_t hidden = s_.hidden, n = s_.intermediate;
+    const int64_t hidden = s_.hidden, n = model_.layers[layer].width;
     const int32_t used = e.of_token(), stored = e.stored();
     int32_t *chosen = wide_chosen_.data(), *starts = starts_.data(), *placed = placed_.data();
     float *inner = wide_inner_.data(), *rows = wide_rows_.data();
@@ -139,7 +184,7 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
     share_matmul(k_, pool_, *e.router, wide_normed_.data(), positions, routed_.data());
     pool_.barrier();
     for (int64_t p = first; p < last; ++p)
-        choose(e, routed_.data() + p * e.router->rows, chosen + p * used, wide_weights_.data() + p * used);
+        choose(e, routed_.data() + p * e.router->rows, chosen + p * used, wide_weights_.data() + p * used, thread);
     pool_.barrier();
     if (thread == 0) {
         int32_t places = positions * used;

@@ -13,8 +13,16 @@ void Decoder::grow_wide(int64_t positions) {
     wide_normed_.grow(positions * s_.hidden);
     int64_t rows = std::max(2 * s_.intermediate, s_.hidden), inner = attn_output_.size(), qkv = 0;
     for (const Layer& layer : model_.layers) {
-        rows = std::max(rows, layer.sites[ATTN_IN].matrix->rows);
-        if (layer.gated || layer.k_eq_v) qkv = std::max<int64_t>(qkv, cache_->shape(layer.kept).qkv_rows());
+        for (int site : {ATTN_IN, ATTN_KV_B})
+            if (layer.sites[site].matrix) rows = std::max(rows, layer.sites[site].matrix->rows);
+        if (layer.latent) {
+            wide_latents_[0].grow(positions * layer.latent->q_rank);
+            wide_latents_[1].grow(positions * layer.latent->kv_rank);
+            wide_turning_.grow(positions * layer.latent->turning);
+            wide_heads_.grow(positions * cache_->shape(layer.kept).q_rows());
+        }
+        if (layer.gated || layer.k_eq_v || layer.latent)
+            qkv = std::max<int64_t>(qkv, cache_->shape(layer.kept).qkv_rows());
         if (layer.delta_net) delta_gates_.grow(positions * 2 * layer.delta_net->shape.value_heads);
     }
     wide_rows_.grow(positions * rows);
@@ -63,6 +71,9 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
             multiply_gates(number, wide_normed_.data(), count, thread);
             pool_.barrier();
             mix_rows(number, count, thread);
+        } else if (layer.latent) {
+            pool_.barrier();
+            attend_latent_rows(number, first, last, count, thread);
         } else {
             pool_.barrier();
             append_rows(number, first, last);
@@ -75,7 +86,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
             }
         }
         pool_.barrier();
-        matmul(layer.sites[ATTN_OUT], wide_inner_.data(), count);
+        matmul(layer.sites[ATTN_OUT], (layer.latent ? wide_heads_ : wide_inner_).data(), count);
         pool_.barrier();
         add_rows(layer.sites[ATTN_OUT], layer.attn_post_norm, first, last);
 
@@ -167,7 +178,7 @@ void Decoder::append_rows(int number, int32_t first, int32_t last) {
 
 void Decoder::gate_rows(int number, int32_t first, int32_t last) {
     const Site& in = model_.layers[number].sites[MLP_IN];
-    int32_t n = s_.intermediate, rows = int32_t(in.matrix->rows);
+    int32_t n = model_.layers[number].width, rows = int32_t(in.matrix->rows);
     for (int32_t p = first; p < last; ++p) {
         float *gate = wide_rows_.data() + int64_t(p) * rows, *up = gate + rows - n;
         if (!in.bias.empty()) k_.sum(in.bias.data(), 0, 1, nullptr, rows, 1, gate);

@@ -50,6 +50,8 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         pool_.barrier();
         if (layer.delta_net) {
             mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
+        } else if (layer.latent) {
+            attend_latents(input, number, sparse, thread);
         } else {
             norm_heads(sums(input), number, thread);
             pool_.share(heads(number).kv_heads, [&](int kv_head, int) {
@@ -241,25 +243,26 @@ Active Decoder::gather_levels(int64_t columns, const int32_t* counts, int thread
 // in it; after a barrier each puts the lists together for itself.
 Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thread) {
     const Site& site = model_.layers[layer].sites[MLP_MID];
+    const int32_t width = model_.layers[layer].width;
     sparse = sparse && !site.threshold.empty();
     Scratch& own = scratch_[thread];
-    int32_t first = border(s_.intermediate, thread), n = border(s_.intermediate, thread + 1) - first, count = 0;
+    int32_t first = border(width, thread), n = border(width, thread + 1) - first, count = 0;
     int32_t counts[PLANES] = {};
     float *x = middle_.data() + first, *up = own.d.data();
     if (n) {
         Sums both = sums(input);
         read(both, first, n, x);
-        read(both, both.rows - s_.intermediate + first, n, up);
+        read(both, both.rows - width + first, n, up);
         k_.gate(s_.activation, x, up, n, x);
     }
     if (n && sparse && site.has_levels()) {
-        int64_t stride = level_list(s_.intermediate, 1, thread) - level_list(s_.intermediate, 0, thread);
-        collect_levels(site, x, first, n, 0, x, list(s_.intermediate, thread), int32_t(stride), counts);
+        int64_t stride = level_list(width, 1, thread) - level_list(width, 0, thread);
+        collect_levels(site, x, first, n, 0, x, list(width, thread), int32_t(stride), counts);
     } else if (n && sparse) {
         bool per_channel = site.threshold.size() > 1;
         const float* offset = site.offset.empty() ? nullptr : site.offset.data() + first;
         const float* threshold = thresholds(site, first, n, 0, thread);
-        count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(s_.intermediate, thread));
+        count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(width, thread));
     }
     if (!sparse) {
         pool_.barrier();
@@ -267,15 +270,15 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
     }
     Active active = {own.indices.data(), 0};
     if (site.has_levels())
-        active = gather_levels(s_.intermediate, counts, thread);
+        active = gather_levels(width, counts, thread);
     else
-        active.count = gather(s_.intermediate, count, thread);
+        active.count = gather(width, count, thread);
     if (thread == 0) {
         active_[layer * SITES + MLP_MID] += units_read(site, active);
         if (site.has_levels())
-            count_unread(site, s_.intermediate, bytes_read(active), 0, thread);
+            count_unread(site, width, bytes_read(active), 0, thread);
         else
-            count_skipped(site, s_.intermediate - active.count, 0, thread);
+            count_skipped(site, width - active.count, 0, thread);
     }
     return {&site, middle_.data(), active, &site.sparse_bias, partial_sums_[MLP_MID & 1].data()};
 }
