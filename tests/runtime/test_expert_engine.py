@@ -107,6 +107,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "n_group": 3,
         "topk_group": 2,
         "first_k_dense_replace": 1,
+        "seed": 3,
         "rope_parameters": {
             "rope_type": "yarn",
             "rope_theta": 10000.0,
@@ -217,7 +218,13 @@ def test_skipping_is_the_stock_models_with_sparse_inputs(backend: str, variant: 
     check_rows(steps, expected[start:], backend)
 
 
-OF_EACH_KIND = ("qwen3_moe, odd width", "olmoe, grouped queries", "qwen2_moe, a shared expert")
+OF_EACH_KIND = (
+    "qwen3_moe, odd width",
+    "olmoe, grouped queries",
+    "qwen2_moe, a shared expert",
+    "deepseek_v3, latents, groups, yarn",
+    "deepseek_v2, latents of keys and values alone, one group",
+)
 
 
 @every_backend
@@ -257,10 +264,11 @@ STEPS = [
 @pytest.mark.parametrize("variant", OF_EACH_KIND)
 def test_several_texts_have_what_each_has_alone(backend: str, variant: str, rules: bool) -> None:
     packed, _ = models(variant, rules)
-    for number, layer in enumerate(packed.layers):  # attention reads what is active in any text
-        dense = {name: replace(site, rule=None) for name, site in layer.attention.items()}
+    for number, layer in enumerate(packed.layers):  # attention reads what is active in any text, as dense MLPs do
+        of_all = layer.attention if isinstance(layer.mlp, ExpertMlp) else layer.sites
+        dense = {name: replace(site, rule=None) for name, site in of_all.items()}
         layers = [*packed.layers]
-        layers[number] = replace(layer, attention=dense)
+        layers[number] = with_sites(layer, dense)
         packed = replace(packed, layers=tuple(layers))
     texts = [IDS[:4], IDS[3:9], IDS[8:]]
     near = [0, 0, 0]
@@ -330,14 +338,22 @@ def test_bytes_of_a_token_have_the_shared_expert_in_them() -> None:
     assert parameters(packed) == sum(parameter.numel() for parameter in stock.parameters())
 
 
+def ordered(chosen: torch.Tensor, weights: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Where the experts of each token stand by their numbers, beside these and beside their weights."""
+    return [(chosen.argsort(1), chosen), (chosen.argsort(1), weights)]
+
+
 def test_the_router_chooses_as_the_stock_one() -> None:
     for variant in VARIANTS:
         packed, stock = models(variant)
-        of_stock = stock.model.layers[0].mlp
-        mlp, router = experts_of(packed), of_stock.router if "gpt_oss" in variant else of_stock.gate
+        layer = min({*range(packed.architecture.layers)} - {*packed.architecture.dense_layers})
+        of_stock = stock.model.layers[layer].mlp
+        mlp, router = experts_of(packed, layer), of_stock.router if "gpt_oss" in variant else of_stock.gate
         x = torch.randn(9, packed.architecture.hidden)
         _, weights, chosen = router(x)
-        found, of_found = route(x, mlp.router, mlp.used, mlp.normalised, mlp.router_bias)
+        how = mlp.used, mlp.normalised, mlp.router_bias, mlp.routing, mlp.correction
+        found, of_found = (each.gather(1, chosen_at) for chosen_at, each in ordered(*route(x, mlp.router, *how)))
+        chosen, weights = (each.gather(1, chosen_at) for chosen_at, each in ordered(chosen, weights))
         assert torch.equal(found, chosen)
         assert torch.allclose(of_found, weights)
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import random_model, stock_model
+from packed_models import LATENTS, random_model, stock_model
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
@@ -38,6 +38,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4, only layers with a window turn", {"sliding_window": 60, "max_position_embeddings": 300}),
     "states": ("qwen3.5, states", {"max_position_embeddings": 300}),
     "gemma4": ("gemma4, keys for values", {"sliding_window": 60, "max_position_embeddings": 300}),
+    "latents": (
+        "llama",
+        {"model_type": "glm4_moe_lite", **LATENTS, "max_position_embeddings": 300},
+    ),
     "gemma3": ("gemma3, two rotary tables", {"sliding_window": 60, "max_position_embeddings": 300}),
 }
 
