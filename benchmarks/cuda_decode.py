@@ -171,7 +171,7 @@ def measure_prefill(packed: PackedModel, rounds: int) -> dict[int, float]:
     engine = Engine(packed, device="cuda", context=CONTEXT)
     ids = random_ids(packed.architecture.vocabulary, CONTEXT, seed=4)
     runs = {length: partial(prefill_seconds, engine, ids[:length]) for length in PROMPTS}
-    return interleaved(runs, rounds, warm_up=1)
+    return interleaved(runs, rounds, warm_up=2)  # the second one of a size is recorded
 
 
 def decode_rows(
@@ -216,6 +216,7 @@ def prompt_table(seconds: Mapping[int, float], peer: Mapping[int, float]) -> Tab
 @click.option("--layers", type=int, help="Of the models, to try the benchmark.")
 @click.option("--quick", is_flag=True, help="Two rounds, and no other sparsities than one half.")
 @click.option("--rounds", default=5, show_default=True)
+@click.option("--only-prompts", is_flag=True, help="Time no decoding.")
 @click.option("--llama-bench", type=click.Path(path_type=Path, exists=True), help="llama.cpp's, built with CUDA.")
 @click.option(
     "--work", type=click.Path(path_type=Path, exists=True), default=Path("/tmp"), help="For llama.cpp's files."
@@ -226,6 +227,7 @@ def main(
     layers: int | None,
     quick: bool,
     rounds: int,
+    only_prompts: bool,
     llama_bench: Path | None,
     work: Path,
     json_path: Path | None,
@@ -238,11 +240,12 @@ def main(
         click.echo(f"{name}, difference of logits from the reference backend, two layers: {differences}")
         peer = peer_of(llama_bench, name, layers, work, rounds)
         packed = random_model(name, layers)
-        tried = SPARSITIES if name == "8b" and not quick else (SHOWN,)
-        thresholds = find_thresholds(packed, tried)
+        tried = () if only_prompts else SPARSITIES if name == "8b" and not quick else (SHOWN,)
+        thresholds = find_thresholds(packed, tried) if tried else {}
         results = {sparsity: measure(packed, thresholds[sparsity], rounds) for sparsity in tried}
         title = f"{name}, {parameters(packed) / 1e9:.1f} billion parameters; {PROMPT} + {NEW}"
-        click.echo(markdown(Table(HEAD, decode_rows(results[SHOWN], bandwidth, peer.decode), title)))
+        if tried:
+            click.echo(markdown(Table(HEAD, decode_rows(results[SHOWN], bandwidth, peer.decode), title)))
         if len(tried) > 1:
             rows = [decode_rows(results[each], bandwidth, peer.decode, KINDS[1:])[-1] for each in tried]
             lines = [[f"{each:.0%}", *row[1:]] for each, row in zip(tried, rows, strict=True)]

@@ -77,7 +77,7 @@ def with_shared(
     gate -- float32 [1, hidden]: the sigmoid of its product with x is their weight; None: that is 1
     numbers -- of these experts
     """
-    more = torch.tensor([*numbers], device=x.device).expand(len(x), -1)
+    more = torch.arange(numbers.start, numbers.stop, device=x.device).expand(len(x), -1)
     weight = x.new_ones(len(x), 1) if gate is None else torch.sigmoid(x @ gate.T)
     weight = weight.expand(-1, len(numbers))
     return torch.cat([chosen, more], 1), torch.cat([weights, weight], 1)

@@ -101,6 +101,31 @@ def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, mo
     assert largest_difference(engine.prefill(0, IDS), whole) < bound
 
 
+@every_variant
+def test_short_prompts_that_come_again_are_recorded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recorded: list[object] = []
+    kept = simulated.capture_graph
+    monkeypatch.setattr(
+        simulated.SimulatedKernels,
+        "capture_graph",
+        staticmethod(lambda *of: (recorded.append(of), kept(*of))[1]),
+    )
+    packed = model(variant)
+    engine, alone = decoder(packed), decoder(packed, context=15)  # too short for a prompt that is filled up
+    for length in (6, 13, 1, 7, 6):
+        engine.reset()
+        alone.reset()
+        assert largest_difference(engine.prefill(0, IDS[:length]), alone.prefill(0, IDS[:length])) < ROUNDED
+        assert engine.cache.lengths == alone.cache.lengths == [length]
+    assert len(recorded) == 1
+    assert largest_difference(steps(engine, IDS[6:]), steps(alone, IDS[6:])) < ROUNDED
+    engine.reset()
+    engine.prefill(0, IDS[:4])
+    alone.reset()
+    alone.prefill(0, IDS[:4])
+    assert largest_difference(engine.prefill(0, IDS[4:9]), alone.prefill(0, IDS[4:9])) < ROUNDED  # further positions
+
+
 def test_matrices_larger_than_the_scratch_are_multiplied_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = model("llama, several bands, tied Q6_K")
     whole = decoder(packed).prefill(0, IDS)

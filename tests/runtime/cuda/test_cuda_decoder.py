@@ -1,7 +1,7 @@
 """The cuda decoder on a GPU: graphs, caches, memory. test_engine and test_chain see to what it computes."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from threading import Thread
@@ -9,7 +9,8 @@ from threading import Thread
 import pytest
 import torch
 from artifacts_for_tests import write_zigzag
-from packed_models import random_model, stock_model, with_rules
+from backends import TOLERANCE, largest_difference
+from packed_models import random_model, stock_model, variants_of, with_rules
 from torch import Tensor
 
 from sparsepack.errors import UserError
@@ -132,6 +133,30 @@ def test_steps_are_what_teacher_forcing_does() -> None:
     # The output matrix adds one row up in another order than many.
     assert (found[0] - expected[4]).abs().max() < 1e-3
     assert engine.activity() == activity
+
+
+@pytest.mark.parametrize("variant", variants_of("cuda"))
+def test_short_prompts_have_the_same_bits_recorded_or_not(variant: str) -> None:
+    """Whatever stood behind their end before."""
+    packed = random_model(variant)
+    engine, reference = Engine(packed, context=64, device="cuda"), Engine(packed, context=64, backend="reference")
+    found: dict[int, Tensor] = {}
+    for length in (5, 13, 16, 5, 1, 13, 5, 40, 33, 40):
+        engine.reset()
+        logits = engine.prefill(IDS[:length])
+        assert torch.equal(logits, found.setdefault(length, logits)), length
+    for length, logits in found.items():
+        reference.reset()
+        assert largest_difference(logits, reference.prefill(IDS[:length])) < TOLERANCE["cuda"]
+
+
+def test_a_recorded_prompt_never_waits_for_the_device() -> None:
+    engine = Engine(model(), device="cuda")
+    ids = torch.tensor(IDS, dtype=torch.int32, device="cuda")
+    for attempt in range(3):
+        engine.reset()
+        with nothing_waits() if attempt == 2 else nullcontext():
+            engine._decoder.prefill(0, ids)
 
 
 @pytest.mark.parametrize("chunk", [7, 16])

@@ -10,12 +10,13 @@ import torch
 from backends import largest_difference
 from packed_models import GPT_OSS, random_model, stock_model, with_levels, with_rules
 from pairwise import each_value
-from simulated_decoders import IDS, check_prefill, check_steps, counts, decoder
+from simulated_decoders import IDS, ROUNDED, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
+from sparsepack.runtime.cuda.decoder import forward
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
@@ -86,6 +87,31 @@ def model(variant: str, rules: bool = False, levels: bool = False) -> PackedMode
 def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bool) -> None:
     packed = model(variant, rules)
     check_steps(packed)
+
+
+@every_variant
+def test_short_prompts_that_come_again_are_recorded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    packed = model(variant)
+    engine, alone = decoder(packed), decoder(packed)
+    monkeypatch.setattr(alone._prefill, "_longest", 0)
+    for length in (9, 13, 1, 9):
+        engine.reset()
+        alone.reset()
+        expected = alone.prefill(0, IDS[:length])
+        assert largest_difference(engine.prefill(0, IDS[:length]), expected) < ROUNDED
+
+
+def test_experts_that_have_more_positions_than_room_are_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forward, "_ROOM", 1)
+    packed = model("olmoe")
+    engine, alone, ids = decoder(packed), decoder(packed), torch.full((50,), 7)
+    monkeypatch.setattr(alone._prefill, "_longest", 0)
+    expected = alone.prefill(0, ids)
+    for _ in range(4):
+        engine.reset()
+        assert torch.equal(engine.prefill(0, ids), expected)
+    (made,) = engine._prefill._prompts.values()
+    assert made.filled.missed.item()
 
 
 @every_variant

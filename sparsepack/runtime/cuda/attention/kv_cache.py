@@ -36,9 +36,12 @@ class CudaKvCache(Protocol):
                     written, and who reads its result waits until it has ended
     sparse_from  -- from how many tokens of the longest text on decoded ones read a part of the cache; None: never. May
                     be set, to another break-even point
+    filled_up    -- up to so many first positions of a text can be appended and attend in a CUDA graph, those beyond its
+                    end of whatever values: nobody reads them. 0: none
     """
 
     sparse_from: SparseFrom | None
+    filled_up: int
 
     @property
     def type(self) -> str: ...
@@ -100,6 +103,7 @@ class CudaDenseKvCache:
     def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
         _check_heads(shape)
         self.type = type
+        self.filled_up = shape.context
         self.sparse_from: SparseFrom | None = None
         self._kernels = kernels
         self.positions = Mirror(torch.zeros(shape.sequences, dtype=torch.int32, device=device), kernels)
@@ -203,6 +207,7 @@ class CudaDoubleSparsityKvCache(CudaDenseKvCache):
             raise ValueError("the shape has no policy")
         self._policy = shape.policy
         super().__init__(shape, type, device, kernels)
+        self.filled_up = 0  # texts for which it is made are long
         self.sparse_from = first = replace(shape.policy.sparse_from, break_even=break_even)
         # The kernel reads a whole text below the break-even point only where longer ones run beside it.
         whole = (first.tokens if shape.sequences > 1 else first.min_context) - 1

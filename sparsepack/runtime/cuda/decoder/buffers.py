@@ -55,6 +55,20 @@ class Buffers:
     reset: Mapping[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class FilledUp:
+    """What the GPU knows of a prompt that is filled up to a number of positions, when the host does not wait for it.
+
+    count  -- int32 [1]: so many positions are the prompt's
+    room   -- an expert has room for so many positions
+    missed -- bool [1]: whether one had more, which it then lacks
+    """
+
+    count: Tensor
+    room: int
+    missed: Tensor
+
+
 Launch = Callable[[], object]
 """The function launches a kernel with all that the kernel takes."""
 

@@ -78,7 +78,8 @@ class CudaDecoder:
             together = sequences > 1 or not self._model.layers[0].mlp.flag_in_data
             self._step = Step(self._model, self._cache, kernels, together)
             work = None if plan is None or plan.budget is None else plan.work
-            self._prefill = Prefill(self._model, self._cache, kernels, None if work is None else work.scratch)
+            most, record = None if work is None else work.scratch, work is None and cpu_gpu is None
+            self._prefill = Prefill(self._model, self._cache, kernels, most, record)
             self._positions = None if work is None else work.positions
             self._stream = kernels.new_step_stream()
             runs_ahead = sequences == 1 and cpu_gpu is None

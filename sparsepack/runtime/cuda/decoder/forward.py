@@ -3,11 +3,12 @@
 Step     one token of each sequence: five kernels a layer (more where attention takes more than one, or
 the basis of the residual stream changes first; two more with post norms, one with norms of all heads together), which
          wait for no host
-Prefill  many positions of a sequence at once, every site dense
+Prefill  many positions of a sequence at once, every site dense. Short prompts, which would wait for the host, are CUDA
+         graphs from their second time on
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.attention import sdpa_kernel
 
 from sparsepack.runtime.cuda.attention.attention import BACKENDS
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
-from sparsepack.runtime.cuda.decoder.buffers import Buffers, Launch, MlpStep, batch_buffers, single_buffers
+from sparsepack.runtime.cuda.decoder.buffers import Buffers, FilledUp, Launch, MlpStep, batch_buffers, single_buffers
 from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController, new_cuda_controller
@@ -184,12 +185,38 @@ def count_active(
     return {key: count // sequences if key[1] in per_sequence else count for key, count in found.items()}
 
 
+FILLED_UP = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""A sequence's first prompt is filled up to so many positions, and recorded when one of that size comes again: the host
+takes longer to launch its kernels than a GPU to compute them. What comes first is filled up, too: it has the same
+bits."""
+_ROOM = 8
+"""There is room for so many times as many positions of an expert as each has in the mean. If one has more, the prompt
+is computed again, and the host waits for how many they are."""
+
+
+@dataclass
+class _FilledUp:
+    """A prompt of a size: `run` makes hidden, float32 [S, hidden], of ids, int32 [S]."""
+
+    ids: Tensor
+    filled: FilledUp
+    hidden: Tensor
+    run: Callable[[], None]
+    ran: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+
+
 class Prefill:
     """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
     and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a
-    sixteenth of what all of these take where that is more), which are kept."""
+    sixteenth of what all of these take where that is more), which are kept.
 
-    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, most: int | None = None) -> None:
+    record -- whether short prompts are recorded, whose memory is kept, too
+    """
+
+    def __init__(
+        self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, most: int | None = None, record: bool = False
+    ) -> None:
         self._model, self._cache, self._kernels = model, cache, kernels
         matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
         matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
@@ -198,10 +225,52 @@ class Prefill:
             # Groups of experts are launched one after the other, and short prompts wait for the launches.
             most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
         self._scratch = kernels.new_scratch(matrices, model.device, decoded, most)
+        self._longest = cache.filled_up if record else 0
+        self._prompts: dict[tuple[int, int], _FilledUp] = {}  # by positions and sequence
+        self._memory = (kernels.new_stream(), kernels.new_graph_pool()) if self._longest else None
 
     def run(self, ids: Tensor, sequence: int) -> Tensor:
         """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,
-        before the output norm: float32 [S, hidden]."""
+        before the output norm: float32 [S, hidden], which lasts until the next run."""
+        size = next((size for size in FILLED_UP if len(ids) <= size <= self._longest), None)
+        if size is None or self._cache.lengths[sequence]:
+            hidden = self._blocks(ids, sequence)
+        else:
+            hidden = self._short(ids, size, sequence)
+        self._cache.advance(len(ids), sequence)
+        return hidden
+
+    def _short(self, ids: Tensor, size: int, sequence: int) -> Tensor:
+        key = size, sequence
+        made = self._prompts.get(key) or self._prompts.setdefault(key, self._filled_up(ids, *key))
+        made.ids[: len(ids)].copy_(ids)
+        made.filled.count.fill_(len(ids))
+        if made.graph is not None:
+            self._kernels.replay(made.graph)
+        elif made.ran and self._memory is not None:
+            made.graph = self._kernels.capture_graph(made.run, *self._memory)  # which runs it, too
+        else:
+            made.run()
+            made.ran = True
+        if self._model.architecture.experts is not None and bool(made.filled.missed):
+            return self._blocks(ids, sequence)
+        return made.hidden[: len(ids)]
+
+    def _filled_up(self, ids: Tensor, size: int, sequence: int) -> _FilledUp:
+        experts, room = self._model.architecture.experts, 0
+        if experts is not None:
+            room = min(size, max(16, -(-_ROOM * size * experts.used // experts.count)))
+        padded, count = ids.new_zeros(size), ids.new_zeros(1)
+        filled = FilledUp(count, room, torch.zeros_like(count, dtype=torch.bool))
+        hidden = torch.empty(size, self._model.architecture.hidden, device=ids.device)
+
+        def run() -> None:
+            filled.missed.zero_()
+            hidden.copy_(self._blocks(padded, sequence, filled))
+
+        return _FilledUp(padded, filled, hidden, run)
+
+    def _blocks(self, ids: Tensor, sequence: int, filled: FilledUp | None = None) -> Tensor:
         model, kernels, eps = self._model, self._kernels, self._model.architecture.norm_eps
         x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
         kernels.embed(model.embedding, ids, x, model.architecture.embedding_scale)
@@ -218,10 +287,9 @@ class Prefill:
                 attn_output = self._attention(number, normed, sequence)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
                 normed = kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps, after_attention)
-                update, update_norm = self._mlp(layer, normed, x), after_mlp
+                update, update_norm = self._mlp(layer, normed, x, filled), after_mlp
         if update is not None:
             kernels.add(x, update, update_norm, eps)
-        self._cache.advance(len(ids), sequence)
         return x
 
     def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
@@ -233,12 +301,12 @@ class Prefill:
         q = self._cache.append(number, qkv, sequence)
         return self._cache.attend(number, q, sequence)
 
-    def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor) -> Product:
+    def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
         if layer.post_norms is None:
-            return layer.mlp.prefill(normed, x, layer.activation, self._scratch, self._kernels)
+            return layer.mlp.prefill(normed, x, layer.activation, self._scratch, self._kernels, filled)
         output = torch.zeros_like(x)
-        update = layer.mlp.prefill(normed, output, layer.activation, self._scratch, self._kernels)
+        update = layer.mlp.prefill(normed, output, layer.activation, self._scratch, self._kernels, filled)
         self._kernels.add(output, update)
         return Product(output, torch.ones(len(x), device=x.device), 1.0, None)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
-from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.buffers import FilledUp, Launch, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import (
     CudaExpertsSite,
     CudaSite,
@@ -68,9 +68,17 @@ class CudaMlp(Protocol):
     def decoded(self) -> int:
         """How many weights prefill decodes together at best, beside those of `matrices`."""
 
-    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+    def prefill(
+        self,
+        x: ScaledFp16,
+        residual: Tensor,
+        activation: int,
+        scratch: Tensor,
+        kernels: Kernels,
+        filled: FilledUp | None = None,
+    ) -> Product:
         """What the MLP makes of x [S, hidden]; parts of it may have been added to the residual, float32 [S, hidden],
-        already."""
+        already. filled: says that the host must not wait, and which positions count"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,15 @@ class DenseMlp:
     def decoded(self) -> int:
         return 0
 
-    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+    def prefill(
+        self,
+        x: ScaledFp16,
+        residual: Tensor,
+        activation: int,
+        scratch: Tensor,
+        kernels: Kernels,
+        filled: FilledUp | None = None,
+    ) -> Product:
         into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
         stacked = kernels.multiply(into.matrix, x, scratch, into.dense.bias)
         width = mid.matrix.columns
@@ -202,7 +218,15 @@ class NeuronMlp:
     def decoded(self) -> int:
         return (1 + self.records.gated) * self.records.hidden * len(self.records.records)
 
-    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+    def prefill(
+        self,
+        x: ScaledFp16,
+        residual: Tensor,
+        activation: int,
+        scratch: Tensor,
+        kernels: Kernels,
+        filled: FilledUp | None = None,
+    ) -> Product:
         gate = self.gate.prefill(x, scratch, kernels)
         self.saw(gate)
         product: Product | None = None
@@ -265,15 +289,24 @@ class ExpertMlp:
     def decoded(self) -> int:
         return max(decoded_weights(site.matrix) for site in self.sites.values())
 
-    def prefill(self, x: ScaledFp16, residual: Tensor, activation: int, scratch: Tensor, kernels: Kernels) -> Product:
+    def prefill(
+        self,
+        x: ScaledFp16,
+        residual: Tensor,
+        activation: int,
+        scratch: Tensor,
+        kernels: Kernels,
+        filled: FilledUp | None = None,
+    ) -> Product:
         """Some experts together, as the scratch has room."""
         of_one = -(-self.decoded // self.together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         # The last of each is of nobody.
-        outputs = torch.empty(chosen.numel() + 1, residual.shape[1], device=residual.device)
-        factors, inverse = torch.empty(len(outputs), device=residual.device), 1.0
+        new = torch.empty if filled is None else torch.zeros  # positions that do not count are no one's
+        outputs = new(chosen.numel() + 1, residual.shape[1], device=residual.device)
+        factors, inverse = new(len(outputs), device=residual.device), 1.0
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
-        for first, count, place, position in self._groups(chosen, len(scratch) // of_one):
+        for first, count, place, position in self._groups(chosen, len(scratch) // of_one, filled):
             rows = x.rows(position)
             gate, up = _products(self.sites["mlp_in"], first, count, 2, rows, scratch, kernels)
             inner = kernels.gated(gate, up, activation)
@@ -283,16 +316,24 @@ class ExpertMlp:
         output = torch.bmm(weights[:, None], outputs[:-1].view(*chosen.shape, -1))[:, 0]
         return Product(output, torch.ones_like(x.factor), inverse, None)
 
-    def _groups(self, chosen: Tensor, workspace: int) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    def _groups(
+        self, chosen: Tensor, workspace: int, filled: FilledUp | None
+    ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
         """The experts that are multiplied together, at most `workspace` of them: the first one, how many, and what is
         theirs, places in `chosen` [S, of_token], flat, and the positions of these. Each has as many as the one with
-        most: others are filled up with the place behind the last, of whatever position. The host waits to know how many
-        these are; short prompts wait for the host, so all is put together for all groups at once."""
+        most, for which the host waits, or as `filled` has room for: others are filled up with the place behind the
+        last, of whatever position. Short prompts wait for the host, so all is put together for all groups at once."""
         experts, stored = self.together.experts, self.together.stored
+        if filled is not None:
+            counts_here = torch.arange(len(chosen), device=chosen.device) < filled.count
+            chosen = torch.where(counts_here[:, None], chosen, stored)
         in_order, by_expert = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(in_order, torch.arange(stored + 1, device=chosen.device))
         before, counts, of_nobody = ends[:-1], ends.diff(), chosen.numel()
-        kinds = [(0, experts, int(counts[:experts].max()))]
+        largest = counts[:experts].max()
+        if filled is not None:
+            filled.missed.logical_or_(largest > filled.room)
+        kinds = [(0, experts, int(largest) if filled is None else filled.room)]
         if stored > experts:  # by themselves, since the others would fill up to all positions
             kinds.append((experts, stored, len(chosen)))
         for start, end, most in kinds:
