@@ -56,7 +56,7 @@ SHOWN = 0.5
 SPARSITIES = (0.0, 0.1, 0.25, 0.4, 0.5, 0.65, 0.8)
 """Of the 8B Llama."""
 PROMPT, NEW = 128, 128
-PROMPTS = (128, 512, 2048, 8192)
+PROMPTS = (32, 128, 512, 2048, 8192)
 LIMITS = {"dense": 0.01, "sparse": 0.1}
 """The largest relative error of the logits. Keys and values are bfloat16, which may move inputs across thresholds."""
 EXPERT_LIMITS = {"dense": 0.05, "sparse": 0.15}
