@@ -9,7 +9,6 @@ from threading import Thread
 import pytest
 import torch
 from artifacts_for_tests import write_zigzag
-from backends import TOLERANCE, largest_difference
 from packed_models import random_model, stock_model, variants_of, with_rules
 from torch import Tensor
 
@@ -147,7 +146,8 @@ def test_short_prompts_have_the_same_bits_recorded_or_not(variant: str) -> None:
         assert torch.equal(logits, found.setdefault(length, logits)), length
     for length, logits in found.items():
         reference.reset()
-        assert largest_difference(logits, reference.prefill(IDS[:length])) < TOLERANCE["cuda"]
+        expected = reference.prefill(IDS[:length])
+        assert (logits.cpu() - expected).norm() < 3e-2 * expected.norm()
 
 
 def test_a_recorded_prompt_never_waits_for_the_device() -> None:

@@ -189,9 +189,9 @@ FILLED_UP = (16, 32, 64, 96, 128, 192, 256, 384, 512)
 """A sequence's first prompt is filled up to so many positions, and recorded when one of that size comes again: the host
 takes longer to launch its kernels than a GPU to compute them. What comes first is filled up, too: it has the same
 bits."""
-_ROOM = 8
-"""There is room for so many times as many positions of an expert as each has in the mean. If one has more, the prompt
-is computed again, and the host waits for how many they are."""
+_ROOMS = (4, 16)
+"""There is room for so many times as many positions of an expert as each has in the mean, and where one has more, for
+the next number. If even that is too little, the host waits for how many they are."""
 
 
 @dataclass
@@ -226,7 +226,7 @@ class Prefill:
             most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
         self._scratch = kernels.new_scratch(matrices, model.device, decoded, most)
         self._longest = cache.filled_up if record else 0
-        self._prompts: dict[tuple[int, int], _FilledUp] = {}  # by positions and sequence
+        self._prompts: dict[tuple[int, int, int], _FilledUp] = {}  # by positions, sequence and room
         self._memory = (kernels.new_stream(), kernels.new_graph_pool()) if self._longest else None
 
     def run(self, ids: Tensor, sequence: int) -> Tensor:
@@ -241,25 +241,30 @@ class Prefill:
         return hidden
 
     def _short(self, ids: Tensor, size: int, sequence: int) -> Tensor:
-        key = size, sequence
-        made = self._prompts.get(key) or self._prompts.setdefault(key, self._filled_up(ids, *key))
-        made.ids[: len(ids)].copy_(ids)
-        made.filled.count.fill_(len(ids))
-        if made.graph is not None:
-            self._kernels.replay(made.graph)
-        elif made.ran and self._memory is not None:
-            made.graph = self._kernels.capture_graph(made.run, *self._memory)  # which runs it, too
-        else:
-            made.run()
-            made.ran = True
-        if self._model.architecture.experts is not None and bool(made.filled.missed):
-            return self._blocks(ids, sequence)
-        return made.hidden[: len(ids)]
+        for room in self._rooms(size):
+            key = size, sequence, room
+            made = self._prompts.get(key) or self._prompts.setdefault(key, self._filled_up(ids, *key))
+            made.ids[: len(ids)].copy_(ids)
+            made.filled.count.fill_(len(ids))
+            if made.graph is not None:
+                self._kernels.replay(made.graph)
+            elif made.ran and self._memory is not None:
+                made.graph = self._kernels.capture_graph(made.run, *self._memory)  # which runs it, too
+            else:
+                made.run()
+                made.ran = True
+            if not room or not made.filled.missed:
+                return made.hidden[: len(ids)]
+        return self._blocks(ids, sequence)
 
-    def _filled_up(self, ids: Tensor, size: int, sequence: int) -> _FilledUp:
-        experts, room = self._model.architecture.experts, 0
-        if experts is not None:
-            room = min(size, max(16, -(-_ROOM * size * experts.used // experts.count)))
+    def _rooms(self, size: int) -> list[int]:
+        """For how many positions of an expert there is room; 0: nobody asks."""
+        experts = self._model.architecture.experts
+        if experts is None:
+            return [0]
+        return [min(size, max(16, -(-times * size * experts.used // experts.count))) for times in _ROOMS]
+
+    def _filled_up(self, ids: Tensor, size: int, sequence: int, room: int) -> _FilledUp:
         padded, count = ids.new_zeros(size), ids.new_zeros(1)
         filled = FilledUp(count, room, torch.zeros_like(count, dtype=torch.bool))
         hidden = torch.empty(size, self._model.architecture.hidden, device=ids.device)

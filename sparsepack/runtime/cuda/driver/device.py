@@ -133,10 +133,20 @@ def capture_graph(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any 
         run()
     before.wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    # Of this thread alone: engines of other threads may go on meanwhile.
-    with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+    with torch.cuda.stream(stream), _recording(graph, pool):
         run()
     return graph
+
+
+@contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """What the context puts on the current stream becomes part of a graph. `torch.cuda.graph` would wait for the whole
+    GPU, which fails while another thread records."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # of this thread: engines of others go on
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 def replay(graph: torch.cuda.CUDAGraph) -> None:
@@ -160,13 +170,8 @@ class Recorder:
     def __call__(self, run: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """What puts the function's work on the current stream, and the tensor in which it leaves its result."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.stream(self._stream):
-            # Of this thread alone: others read the next block and bring finished ones to the host.
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
-            try:
-                result = run()
-            finally:
-                graph.capture_end()
+        with torch.cuda.stream(self._stream), _recording(graph, self._pool):
+            result = run()
         self._last = graph
         return partial(replay, graph), result
 
