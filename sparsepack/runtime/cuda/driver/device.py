@@ -132,6 +132,9 @@ def capture_graph(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any 
     with torch.cuda.stream(stream), _exclusive():
         run()
     before.wait_stream(stream)
+    with _graph_lock:  # who waited for this stream while it records would become part of the graph
+        if _last.get(before.device_index) == stream:
+            _last[before.device_index] = before
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(stream), _recording(graph, pool):
         run()
