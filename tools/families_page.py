@@ -1,7 +1,7 @@
 """docs/families.md: which causal language models of transformers can be measured, whether or not a family has a row.
 
     python tools/families_page.py                 tries all model types, and writes the page
-    python tools/families_page.py falcon jamba    tries these alone, and prints their lines
+    python tools/families_page.py falcon jamba    tries these alone, and changes their lines of the page
 
 Of each type's configuration a tiny one is made by rules (`tiny_config`), a random model of it is saved, and calibrate,
 thresholds, eval, prune and trace run on it. What a block by block run gives is compared with the whole stock model, and
@@ -357,20 +357,37 @@ def page(rows: list[Row], version: str) -> str:
 def _escaped(text: str) -> str:
     text = text.replace("|", "\\|").replace("<", "&lt;").replace("`", "")
     _, cut, why = text.partition("nor can they be measured: ")
-    return (why if cut else text).partition("; expected one of llama")[0]
+    return (why if cut else text).partition("; expected one of llama")[0].strip()
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "families.md"
+
+
+def rows_of_page(text: str) -> dict[str, Row]:
+    """What `page` was written of, in order."""
+    rows = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.replace("\\|", "\0").strip("|").split("|")]
+        if not line.startswith("| ") or cells[0] == "model type":
+            continue
+        name, *rest = (cell.replace("\0", "|").replace("&lt;", "<") for cell in cells)
+        if len(rest) == 1:
+            rows[name] = Row(name, refusals={"made": rest[0]})
+        else:
+            has_row, sites, traced = rest
+            rows[name] = Row(name, has_row == "yes", sites, {} if traced == "yes" else {"trace": traced})
+    return rows
 
 
 def main(model_types: list[str]) -> None:
-    """Write the page, or print lines of some types."""
+    """Write the page, or what some types have of it."""
     import transformers
 
-    rows = []
+    rows = rows_of_page(PAGE.read_text()) if model_types else {}
     for row in rows_of(model_types or all_types()):
-        rows.append(row)
+        rows[row.model_type] = row
         print(row.model_type, "yes" if row.measured else "no", row.refusals or "", flush=True)
-    if not model_types:
-        target = Path(__file__).parents[1] / "docs" / "families.md"
-        target.write_text(page(rows, transformers.__version__))
+    PAGE.write_text(page([rows[name] for name in sorted(rows)], transformers.__version__))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from families_page import make_tiny, page, tiny_config, try_type
+import transformers
+from families_page import PAGE, make_tiny, page, rows_of_page, tiny_config, try_type
 from models_for_tests import EXPERTS, TEXT, make_model
 
 from sparsepack.calibrate.collect import CalibrateOptions
@@ -201,3 +202,11 @@ def test_experts_are_read_as_released_and_as_joined(tmp_path: Path) -> None:
     assert any(name.endswith("experts.0.gate_proj.weight") for name in checkpoint.source._source.shapes)  # type: ignore[attr-defined]
     for name in checkpoint.source.shapes:
         assert torch.equal(checkpoint.tensor(name), state[name]), name
+
+
+def test_the_page_is_read_as_it_was_written() -> None:
+    rows, version = rows_of_page(PAGE.read_text()), transformers.__version__
+    assert list(rows) != sorted(rows)  # measured ones come first
+    text = page(list(rows.values()), version)
+    assert rows_of_page(text) == rows
+    assert text.partition("| model type")[2] == PAGE.read_text().partition("| model type")[2]
