@@ -140,6 +140,14 @@ SMALL: dict[str, dict[str, Any]] = {
         },
     },
     "phi3": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0, "partial_rotary_factor": 0.75},
+    "lfm2": {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    },
     "qwen3_5_text": {
         "num_key_value_heads": 2,
         "num_hidden_layers": 4,
@@ -293,19 +301,17 @@ WINDOWED: dict[str, dict[str, Any]] = {
         for family in ("olmo3", "vaultgemma", "cwm", "gemma4_text", "gemma4_unified_text")
     },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
-    **{family: {} for family in ("gemma", "hyperclovax", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
+    **{family: {} for family in ("gemma", "hyperclovax", "lfm2", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
     **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
-UNLIKE = ("qwen2", "gemma3_text", "gemma4_text", "granite", "phi3", "smollm3", "qwen3_5_text")
+UNLIKE = ("qwen2", "gemma3_text", "gemma4_text", "lfm2", "granite", "phi3", "smollm3", "qwen3_5_text")
 """Families that together have windows in some layers, two rotary tables, heads of two sizes, multipliers, matrices in
 one, layers without a rotary embedding, and states."""
 EVERY_FAMILY = [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in WINDOWED]
 """Parameters of a test or a fixture: all families, those that are like another among the `long` tests."""
 ONLY_ATTENTION = [
-    each
-    for each in EVERY_FAMILY
-    if (family := FAMILIES[str(each.values[0])]).delta_net is None and not family.global_heads
+    each for each in EVERY_FAMILY if (family := FAMILIES[str(each.values[0])]).state is None and not family.global_heads
 ]
 """The same of those that have attention in every block, with heads of one size."""
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.configuration import segmented_config
 from sparsepack.models.checkpoint.writer import texts_of
-from sparsepack.models.family import FINAL_NORM, HEAD
+from sparsepack.models.family import HEAD
 
 
 def orthogonal(width: int, seed: int) -> np.ndarray:
@@ -40,8 +40,8 @@ def write_segments(checkpoint: Checkpoint, starts: Sequence[int], folder: Path) 
                 tensors[f"{block}.{name}.weight"] = q.T @ tensors[f"{block}.{name}.weight"]
                 if f"{block}.{name}.bias" in names:
                     tensors[f"{block}.{name}.bias"] = q.T @ tensors[f"{block}.{name}.bias"]
-    tensors[HEAD] = tensors[HEAD] * tensors[FINAL_NORM] @ q
-    tensors[FINAL_NORM] = np.ones_like(tensors[FINAL_NORM])
+    tensors[HEAD] = tensors[HEAD] * tensors["model.norm.weight"] @ q
+    tensors["model.norm.weight"] = np.ones_like(tensors["model.norm.weight"])
     folder.mkdir(parents=True)
     for name, text in texts_of(checkpoint).items():
         (folder / name).write_text(text)

@@ -199,7 +199,9 @@ def _steps(model: Any, folder: Path, row: Row) -> Iterator[str]:
     text.write_text(next(iter(pydoc_data.topics.topics.values()))[:3000])
     checkpoint = open_checkpoint(folder / "model")
     row.has_row = checkpoint.family.has_row
-    kinds = dict.fromkeys(tuple(checkpoint.family.projections_of(layer)) for layer in range(checkpoint.layers))
+    kinds = dict.fromkeys(
+        tuple(checkpoint.family_at(layer).projections_of(layer)) for layer in range(checkpoint.layers)
+    )
     row.sites = "; ".join(", ".join(kind) for kind in kinds)
     check_logits(checkpoint, model)
     options = CalibrateOptions(context=48, samples=4, held_out=0)
@@ -244,7 +246,7 @@ def _steps(model: Any, folder: Path, row: Row) -> Iterator[str]:
 
 def _matrices(checkpoint: Any) -> Iterator[tuple[int, str]]:
     for layer, site in checkpoint.sites:
-        for projection in checkpoint.family.projections_of(layer)[site]:
+        for projection in checkpoint.family_at(layer).projections_of(layer)[site]:
             yield layer, checkpoint.family.weight(projection)
 
 

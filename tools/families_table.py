@@ -57,6 +57,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Seed-OSS": ("seed_oss", {}),
     "Ministral 3": ("ministral3", {}),
     "Arcee (AFM-4.5B)": ("arcee", {}),
+    "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "Mixtral": ("mixtral", {}),
     "Qwen3-MoE": ("qwen3_moe", {}),
     "Qwen2-MoE": ("qwen2_moe", {}),

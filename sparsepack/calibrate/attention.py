@@ -63,7 +63,7 @@ def predicted_attention(checkpoint: Checkpoint, options: AttentionOptions) -> Fo
 def channels_asked(checkpoint: Checkpoint, options: AttentionOptions) -> int:
     """How many heavy channels each KV head gets. Raises `PackingError` for what does not go with the model."""
     options.check()
-    if checkpoint.family.delta_net is not None:
+    if checkpoint.family.state is not None:
         raise PackingError(
             f"attention: {checkpoint.name} keeps a state in most of its layers, from which no tokens are selected; "
             "leave it out"

@@ -85,10 +85,10 @@ def prune(
             f"permute: {checkpoint.name} has values that are keys, too, whose channels are not put into another order; "
             "leave it out"
         )
-    if options.permute and checkpoint.family.delta_net is not None:
+    if options.permute and checkpoint.family.state is not None:
         raise PruningError(
-            f"permute: {checkpoint.name} has gates at the channels of its heads, which are not put into another order; "
-            "leave it out"
+            f"permute: {checkpoint.name} has gates or convolutions at the channels of its heads, which are not put "
+            "into another order; leave it out"
         )
     patterns = site_patterns(checkpoint, options)
     windows, digest = None, None

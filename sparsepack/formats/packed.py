@@ -239,7 +239,8 @@ class PackedLayer:
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
              it stays in the basis that it has
     sinks -- float32 [heads]: of each query head a score for which nothing is added; None: there are none
-    delta_net -- of a block with a gated delta net in place of attention, whose sites are in `attention` all the same:
+    delta_net -- of a block that keeps a state in place of keys and values, whose sites are in `attention` all the same.
+                 With a short convolution float32 short_conv [channels, taps]; with a gated delta net
                  float32 delta_beta and delta_alpha [value_heads, hidden], delta_conv [channels, taps], delta_a_log and
                  delta_dt_bias [value_heads], delta_norm [value_dim]; empty: it has attention
     scalar -- float32 [1], by which all that leaves the block is multiplied; None: it is not
@@ -287,10 +288,11 @@ class PackedLayer:
             f"{module}.weight": partial(_same, self.norms[name] - family.norm_offset)
             for name, module in family.norms.items()
         }
-        if self.delta_net and family.delta_net is not None:
-            names = family.delta_net.tensors
+        if self.delta_net and family.state is not None:
+            names = family.state.tensors
             norms |= {names[name]: partial(_same, value) for name, value in self.delta_net.items()}
-            norms[names["delta_conv"]] = partial(_same, self.delta_net["delta_conv"][:, None])
+            for name in {"delta_conv", "short_conv"} & self.delta_net.keys():
+                norms[names[name]] = partial(_same, self.delta_net[name][:, None])
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
         vectors = {family.sinks: self.sinks, family.layer_scalar: self.scalar}
         more = {name: partial(_same, value) for name, value in vectors.items() if value is not None}

@@ -23,7 +23,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.config_files import config_of
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, Family
+from sparsepack.models.family import EMBEDDING, HEAD, Family
 from sparsepack.models.found import family_of_config
 from sparsepack.models.hf_config import architecture_of, token_ids
 from sparsepack.models.sites import Rules, SiteKey
@@ -65,6 +65,8 @@ def check_config(config_json: str, architecture: Architecture) -> None:
         if key == "head_dim" and architecture.latent is not None:
             continue  # that of the part which turns
         own = family.fields.get(key, key)
+        if key == "intermediate_size" and family.mlp_width is not None:
+            continue
         _compare(own, values.get(own), getattr(architecture, name))
 
 
@@ -205,12 +207,12 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
 
     The function raises `ArtifactError` for a name that the model does not have.
     """
+    family = FAMILIES[packed.architecture.model_type]
     makers: dict[str, Callable[[], Tensor]] = {
         EMBEDDING: lambda: decode_matrix(packed.embedding),
         HEAD: lambda: decode_matrix(packed.output),
-        FINAL_NORM: lambda: packed.output_norm - family.norm_offset,
+        family.last_norm: lambda: packed.output_norm - family.norm_offset,
     }
-    family = FAMILIES[packed.architecture.model_type]
     for index, layer in enumerate(packed.layers):
         prefix = f"model.layers.{index}"
         names = packed.architecture.family(index)

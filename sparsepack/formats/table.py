@@ -83,6 +83,8 @@ class Format:
             return "mixtures of experts"
         if self.mlp is not NEURONS or family.unpackable:
             return ""
+        if family.activation not in ("", "relu", "relu2"):
+            return f"of {family.activation}, whose neurons are never exactly zero"
         return "" if "mlp_norm" in family.norms else "without a norm before them"
 
     def check_model(self, checkpoint: "Checkpoint") -> None:

@@ -19,6 +19,7 @@ from sparsepack.models.blocks import (
     Mlp,
     RotaryChannels,
     Router,
+    ShortConv,
 )
 from sparsepack.models.families import FAMILIES, taken_by
 from sparsepack.models.family import Family
@@ -51,6 +52,8 @@ class Architecture:
     query_growth              -- (b, n): a query at position p is multiplied by 1 + b log(1 + floor(p / n)); empty: it
                                  is not
     delta_net                 -- the mixer of `delta_layers`, the numbers of layers without attention; None: all have it
+    short_conv                -- positions that the convolutions of `conv_layers` see, the numbers of layers that have
+                                 one in place of attention; 0: all have attention, or a delta net
     gated_attention           -- whether attention has an output gate
     global_heads              -- kv_heads and head_dim of layers without a window; empty: as in the others
     k_eq_v                    -- whether values of layers without a window are their keys before norm and rotary
@@ -100,6 +103,8 @@ class Architecture:
     latent: Latent | None = None
     dense_layers: tuple[int, ...] = ()
     dense_intermediate: int = 0
+    short_conv: int = 0
+    conv_layers: tuple[int, ...] = ()
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -109,7 +114,9 @@ class Architecture:
         biased = family.experts is not None and family.experts.biased
         mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts, biased)
 
-        def mixer(layer: int, window: int) -> Attention | DeltaNet:
+        def mixer(layer: int, window: int) -> Attention | DeltaNet | ShortConv:
+            if layer in self.conv_layers:
+                return ShortConv(self.hidden, self.short_conv)
             if self.delta_net is not None and layer in self.delta_layers:
                 return self.delta_net
             rope = len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0)
@@ -141,7 +148,12 @@ class Architecture:
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep keys and values."""
-        return tuple(layer for layer in range(self.layers) if layer not in self.delta_layers)
+        return tuple(layer for layer in range(self.layers) if layer not in self.state_layers)
+
+    @property
+    def state_layers(self) -> tuple[int, ...]:
+        """The numbers of the layers that keep a state in their place."""
+        return self.delta_layers or self.conv_layers
 
     def family(self, layer: int) -> Family:
         """The names of a block."""
@@ -150,8 +162,8 @@ class Architecture:
             family = family.plain_queries
         if layer in self.dense_layers:
             return family.dense_block
-        if layer in self.delta_layers:
-            return family.delta_block
+        if layer in self.state_layers:
+            return family.state_block
         return family.k_eq_v_block if self.k_eq_v and not self.sliding_windows[layer] else family
 
     @property
@@ -205,7 +217,15 @@ class Architecture:
     def from_json(cls, value: dict[str, Any]) -> "Architecture":
         """The inverse of `to_json`; raises TypeError or KeyError where a field is missing or unknown."""
         lists: dict[str, Any] = {name: tuple(value[name]) for name in ("inv_freq", "sliding_windows", "eos")}
-        for name in ("local_inv_freq", "ropeless", "query_growth", "delta_layers", "global_heads", "dense_layers"):
+        for name in (
+            "local_inv_freq",
+            "ropeless",
+            "query_growth",
+            "delta_layers",
+            "global_heads",
+            "dense_layers",
+            "conv_layers",
+        ):
             lists[name] = tuple(value.get(name, ()))
         if (delta_net := value.get("delta_net")) is not None:
             lists["delta_net"] = DeltaNet(**delta_net)
@@ -278,6 +298,7 @@ def check_numbers(architecture: Architecture) -> None:
     _check_experts(architecture)
     _check_delta_net(architecture)
     _check_latent(architecture)
+    _check_short_conv(architecture)
     windows = len(architecture.sliding_windows)
     if windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
@@ -388,6 +409,19 @@ def _check_delta_net(architecture: Architecture) -> None:
             raise ValueError(f"delta_net.{name} {str(value)[:60]}, expected a positive integer below 2**20")
     if a.delta_net.value_heads % a.delta_net.key_heads:
         raise ValueError(f"{a.delta_net.value_heads} value heads for {a.delta_net.key_heads} of keys")
+
+
+def _check_short_conv(architecture: Architecture) -> None:
+    """Raise ValueError where the numbers of layers with a short convolution could not be a model's."""
+    a, family = architecture, FAMILIES[architecture.model_type]
+    if type(a.short_conv) is not int or not 0 <= a.short_conv < 2**20:
+        raise ValueError(f"short_conv {str(a.short_conv)[:60]}, expected an integer from 0 to below 2**20")
+    if (not a.short_conv) != (not a.conv_layers) or (a.short_conv and family.short_conv is None):
+        raise ValueError(f"short_conv {a.short_conv} in a {a.model_type} model")
+    if not all(type(layer) is int and 0 <= layer < a.layers for layer in a.conv_layers):
+        raise ValueError(f"conv_layers holds something else than numbers of the {a.layers} layers")
+    if len(set(a.conv_layers)) == a.layers:
+        raise ValueError("no layer has attention")
 
 
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:

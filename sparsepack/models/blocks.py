@@ -211,6 +211,24 @@ class DeltaNet:
 
 
 @dataclass(frozen=True)
+class ShortConv:
+    """The token mixer of a block that keeps a few inputs instead (LFM2): attn_in gives b, c and u of each channel, the
+    output is c times a causal convolution of b u, the last taps - 1 of which are kept.
+
+    channels -- as many as the hidden state has
+    taps     -- positions that the convolution sees, its own included
+    """
+
+    channels: int
+    taps: int
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that a sequence keeps of one block."""
+        return self.channels * (self.taps - 1)
+
+
+@dataclass(frozen=True)
 class Mlp:
     """The channel mixer of a block: down(activation(gate x) * up x), or without a gate down(activation(up x)).
 
@@ -234,7 +252,7 @@ class Block:
     scaled       -- whether x is multiplied by a number of the block's in the end
     """
 
-    mixer: Attention | DeltaNet
+    mixer: Attention | DeltaNet | ShortConv
     mlp: Mlp
     norms_before: bool = True
     norms_after: bool = False

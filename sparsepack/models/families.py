@@ -18,6 +18,7 @@ from sparsepack.models import (
     glm,
     gpt_oss,
     granite,
+    lfm,
     llama,
     mixture,
     olmo,
@@ -28,7 +29,7 @@ from sparsepack.models import (
 )
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, glm, opt, mixture, gpt_oss, deepseek)
+_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, glm, opt, mixture, gpt_oss, lfm, deepseek)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )

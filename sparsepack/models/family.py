@@ -150,6 +150,24 @@ class RouterNames:
 
 
 @dataclass(frozen=True)
+class ShortConvNames:
+    """Blocks that have a gated short convolution (`blocks.ShortConv`) in place of attention. The fields are as of
+    `DeltaNetNames`; the parameter is the convolution [channels, 1, taps].
+
+    taps -- the field of the configuration that says how many positions it sees
+    """
+
+    kind: str = "conv"
+    module: str = "conv"
+    projections: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: MappingProxyType({"attn_in": ("conv.in_proj",), "attn_out": ("conv.out_proj",)})
+    )
+    gates: Mapping[str, str] = field(default_factory=dict)
+    tensors: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"short_conv": "conv.conv.weight"}))
+    taps: str = "conv_L_cache"
+
+
+@dataclass(frozen=True)
 class Experts:
     """MLPs that are mixtures of experts: a router chooses a few of them for each token, by the softmax of its logits.
 
@@ -393,7 +411,8 @@ class Family:
     split          -- projection -> the modules beside it that llama.cpp has in its place, whose rows it stacks
     only           -- fields of the configuration -> the one value that anything here has a place for
     clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
-    delta_net      -- what some blocks have in place of attention; None: all blocks have attention
+    delta_net, short_conv -- what some blocks have in place of attention; None: all blocks have attention
+    mlp_width      -- the neurons of an MLP, by a configuration that does not say them
     gated_attention -- attention has an output gate, whose rows stand behind the queries of each head
     left_out       -- what the names of tensors begin with that a checkpoint may have and nothing here computes -> what
                       they are
@@ -440,6 +459,8 @@ class Family:
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
     delta_net: DeltaNetNames | None = None
+    short_conv: ShortConvNames | None = None
+    mlp_width: Callable[[Any], int] | None = None
     gated_attention: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
     reads_attn_in: tuple[str, ...] = ()
@@ -486,10 +507,15 @@ class Family:
         """The names of a block whose MLP has experts, whatever its number."""
         return replace(self, dense_mlps=None, dense_layers=())
 
+    @property
+    def state(self) -> DeltaNetNames | ShortConvNames | None:
+        """The names of what some blocks have in place of attention."""
+        return self.delta_net or self.short_conv
+
     @cached_property
-    def delta_block(self) -> "Family":
-        """The names of a block that has a gated delta net."""
-        names = self.delta_net
+    def state_block(self) -> "Family":
+        """The names of a block that keeps a state in place of keys and values."""
+        names = self.state
         if names is None:
             raise ValueError(f"{self.model_type} models have attention in every block")
         norms = {name: module for name, module in self.norms.items() if name in NORMS}
@@ -509,7 +535,7 @@ class Family:
     @property
     def kinds(self) -> tuple["Family", ...]:
         """The names of each kind of block that its models may have."""
-        others = () if self.delta_net is None else (self.delta_block,)
+        others = () if self.state is None else (self.state_block,)
         return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()))
 
     def at(self, config: Any, layer: int) -> "Family":
@@ -517,16 +543,16 @@ class Family:
         family = self.of(config)
         if layer in family.dense_layers:
             return family.dense_block
-        if self.delta_net is not None and config.layer_types[layer] == self.delta_net.kind:
-            return self.delta_block
+        if self.state is not None and config.layer_types[layer] == self.state.kind:
+            return self.state_block
         if self.k_eq_v and getattr(config, self.k_eq_v) and config.layer_types[layer] == "full_attention":
             return self.k_eq_v_block
         return family
 
     def of_block(self, block: Any) -> "Family":
         """The names of a stock decoder block."""
-        if self.delta_net is not None and hasattr(block, self.delta_net.module):
-            return self.delta_block
+        if self.state is not None and hasattr(block, self.state.module):
+            return self.state_block
         if self.k_eq_v and block.self_attn.v_proj is None:
             return self.k_eq_v_block
         family = self
@@ -536,6 +562,9 @@ class Family:
             return family
         mlp, _, experts = self.experts.module.rpartition(".")
         return family.expert_block if hasattr(block.get_submodule(mlp), experts) else family.dense_block
+        if self.state is not None and hasattr(block, self.state.module):
+            return self.state_block
+        return self.k_eq_v_block if self.k_eq_v and block.self_attn.v_proj is None else self
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:
@@ -579,6 +608,11 @@ class Family:
     def head(self) -> str:
         """The name of the output matrix's tensor, where it is not the embedding."""
         return HEAD
+
+    @property
+    def last_norm(self) -> str:
+        """The name of the last norm's tensor."""
+        return f"{self.backbone}.{self.after[-1]}.weight"
 
     @property
     def decoder(self) -> str:
@@ -628,6 +662,8 @@ class Family:
 
     def setting(self, config: Any, name: str) -> Any:
         """What a stock configuration of the family says under Llama's `name`; None where it says nothing."""
+        if name == "intermediate_size" and self.mlp_width is not None:
+            return self.mlp_width(config)
         return config_value(config, self.fields.get(name, name))
 
 
@@ -639,6 +675,6 @@ def config_value(config: Any, name: str) -> Any:
         return vars(config).get(name)
 
 
-EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 """The names of the tensors outside of the blocks in packable families; the last one is the output matrix in all of
 them."""

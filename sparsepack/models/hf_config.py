@@ -81,7 +81,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         kv_heads=config_value(config, "num_key_value_heads"),
         head_dim=head_dim(config),
         vocabulary=config.vocab_size,
-        norm_eps=config.rms_norm_eps / by.residual**2,
+        norm_eps=(family.setting(config, "rms_norm_eps") or config.rms_norm_eps) / by.residual**2,
         activation=activation,
         inv_freq=tuple(inv_freq.tolist()),
         rotary_scale=scale,
@@ -103,6 +103,8 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         query_growth=(float(growth), float(rope["original_max_position_embeddings"])) if growth else (),
         delta_net=delta_net(config),
         delta_layers=delta_layers(config),
+        short_conv=getattr(config, family.short_conv.taps) if family.short_conv and state_layers(config) else 0,
+        conv_layers=state_layers(config) if family.short_conv else (),
         gated_attention=family.gated_attention,
         global_heads=_global_heads(config, windows),
         k_eq_v=bool(family.k_eq_v and getattr(config, family.k_eq_v)),
@@ -141,15 +143,20 @@ def attention_layers(config: Any) -> tuple[int, ...]:
         return ()
     windows = sliding_windows(config)
     apart = FAMILIES[config.model_type].global_heads if config.model_type in FAMILIES else False
-    others = {*delta_layers(config), *(n for n, window in enumerate(windows) if apart and not window)}
+    others = {*state_layers(config), *(n for n, window in enumerate(windows) if apart and not window)}
     return tuple(layer for layer in range(config.num_hidden_layers) if layer not in others)
 
 
-def delta_layers(config: Any) -> tuple[int, ...]:
-    """The numbers of the layers of a stock configuration that have a gated delta net in place of attention."""
-    names = family_of_config(config).delta_net
+def state_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of the layers of a stock configuration that keep a state in place of keys and values."""
+    names = family_of_config(config).state
     kinds = () if names is None else config.layer_types
     return tuple(layer for layer, kind in enumerate(kinds) if names is not None and kind == names.kind)
+
+
+def delta_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of those that have a gated delta net."""
+    return () if family_of_config(config).delta_net is None else state_layers(config)
 
 
 def delta_net(config: Any) -> DeltaNet | None:

@@ -38,6 +38,7 @@ DELTA_NETS = "gated delta nets, which keep a state in place of keys and values"
 LATENTS = "attention by latents (MLA)"
 ROUTERS = "routers of sigmoids or groups, or that scale what experts give"
 DENSE_BLOCKS = "dense MLPs beside mixtures of experts"
+SHORT_CONVS = "short convolutions in place of attention"
 ATTENTION_GATES = "attention with an output gate"
 HEAD_SIZES = "heads of two sizes"
 VALUE_NORMS = "normed values, or keys in their place"
@@ -61,6 +62,7 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         BIASED_EXPERTS: lambda a, context: any(block.mlp.biased for block in a.blocks),
         PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
         DELTA_NETS: lambda a, context: a.delta_net is not None,
+        SHORT_CONVS: lambda a, context: bool(a.conv_layers),
         ATTENTION_GATES: lambda a, context: a.gated_attention,
         HEAD_SIZES: lambda a, context: bool(a.global_heads),
         VALUE_NORMS: lambda a, context: any(
@@ -193,7 +195,8 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 scales_thresholds=True,
                 pads_tails=True,
                 traits=frozenset(TRAITS)
-                - {DELTA_NETS, ATTENTION_GATES, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS, LATENTS, ROUTERS, DENSE_BLOCKS},
+                - {DELTA_NETS, SHORT_CONVS, ATTENTION_GATES, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS}
+                - {LATENTS, ROUTERS, DENSE_BLOCKS},
             ),
             Backend(
                 "metal",

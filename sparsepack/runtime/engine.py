@@ -220,7 +220,7 @@ class Engine:
     def reusable(self, length: int, sequence: int = 0) -> int:
         """How many of the first `length` tokens of a sequence can be had without computing them again: all of them, but
         of a model that keeps a state all tokens or none."""
-        return length if self.architecture.delta_net is None or length == self.positions[sequence] else 0
+        return length if not self.architecture.state_layers or length == self.positions[sequence] else 0
 
     def copy(self, source: int, to: int, length: int) -> None:
         """Let a sequence be the first `length` tokens of another, with the same bits in the cache; the scale of its

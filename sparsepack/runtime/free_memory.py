@@ -28,8 +28,8 @@ _BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 def cache_bytes(architecture: Architecture, context: int, cache_type: str) -> int:
     """The bytes of a sequence's keys and values, and of its state."""
     a = architecture
-    state = 0 if a.delta_net is None else len(a.delta_layers) * a.delta_net.state_floats * 4
-    mixers = (block.mixer for block in a.blocks)
+    mixers = [block.mixer for block in a.blocks]
+    state = 4 * sum(of.state_floats for of in mixers if not isinstance(of, Attention))
     kept = sum(of.kv_heads * of.head_dim for of in mixers if isinstance(of, Attention))
     return 2 * kept * context * _BYTES[cache_type] + state
 

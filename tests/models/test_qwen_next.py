@@ -40,7 +40,7 @@ def test_every_fourth_block_has_attention_with_a_gate(folder: Path) -> None:
 
 def test_gates_stay_out_of_the_site_that_they_read() -> None:
     """They are a few rows, whose errors a state would keep."""
-    block = FAMILIES["qwen3_5_text"].delta_block
+    block = FAMILIES["qwen3_5_text"].state_block
     assert block.routers("attn_in") == ("linear_attn.in_proj_b", "linear_attn.in_proj_a")
     assert not set(block.routers("attn_in")) & set(block.projections["attn_in"])
     assert FAMILIES["qwen3_5_text"].routers("attn_in") == ()

@@ -309,6 +309,15 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "linear_conv_kernel_dim": 3,
         "num_key_value_heads": 8,
     },
+    "lfm2, short convolutions": {
+        "model_type": "lfm2",
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "conv_L_cache": 3,
+        "block_multiple_of": 4,
+        "norm_eps": 1e-5,
+        "tie_word_embeddings": True,
+    },
     "phi3, sliding window": {"model_type": "phi3", "sliding_window": 5, "pad_token_id": 0},
     "phi3, a part of each head, longrope": {
         "model_type": "phi3",
@@ -368,11 +377,11 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         return PackedSite(PackedMatrix(blocks, zigzag_order, *stacked.shape, tail, row_scale), bias, None, parts)
 
     def delta_net(layer: int) -> dict[str, Tensor]:
-        names = family.delta_net
+        names = family.state
         if names is None or family.at(config, layer) is family:
             return {}
         found = {name: weight(f"model.layers.{layer}.{tensor}") for name, tensor in names.tensors.items()}
-        return {**found, "delta_conv": found["delta_conv"][:, 0]}
+        return {name: value[:, 0] if value.dim() == 3 else value for name, value in found.items()}
 
     def experts(prefix: str) -> ExpertMlp:
         numbers = architecture_of(config, None).experts
@@ -425,7 +434,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         architecture=architecture_of(config, config.bos_token_id),
         layers=layers,
         embedding=embedding,
-        output_norm=weight("model.norm.weight"),
+        output_norm=weight(family.last_norm),
         output=embedding if config.tie_word_embeddings else by_rows("lm_head.weight", "BF16"),
         config_json=config.to_json_string(),
         tokenizer_json="{}",

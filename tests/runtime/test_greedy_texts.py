@@ -37,6 +37,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "exaone4": ("exaone4, only layers with a window turn", {"sliding_window": 60, "max_position_embeddings": 300}),
     "states": ("qwen3.5, states", {"max_position_embeddings": 300}),
+    "lfm2": ("lfm2, short convolutions", {"max_position_embeddings": 300}),
     "gemma4": ("gemma4, keys for values", {"sliding_window": 60, "max_position_embeddings": 300}),
     "latents": (
         "llama",

@@ -31,10 +31,10 @@ from sparsepack.formats.zigzag.reader import (
     ModelReader,
 )
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_SITES
+from sparsepack.models.family import EMBEDDING, HEAD, MLP_SITES
 from sparsepack.models.sparse_attention import SparseAttention
 
-_OUTSIDE = {"token_embd.weight": EMBEDDING, "output_norm.weight": FINAL_NORM, "output.weight": HEAD}
+_OUTSIDE = {"token_embd.weight": EMBEDDING, "output.weight": HEAD}
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,18 @@ class ZigzagArtifact(GgufArtifact):
         return zigzag.unpack(blocks, rows, block=self.block)
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
+        if name == "output_norm.weight":
+            return checkpoint.norm(checkpoint.family.last_norm)
         if name in _OUTSIDE:
-            source = _OUTSIDE[name]
-            return checkpoint.norm(source) if source == FINAL_NORM else checkpoint.tensor(source)
+            return checkpoint.tensor(_OUTSIDE[name])
         block, layer, what, part = (*name.split("."), "", "", "")[:4]
         if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return None
         family = checkpoint.family_at(int(layer))
         if what in family.norms:
             return checkpoint.norm(f"model.layers.{layer}.{family.norms[what]}.weight")
-        if family.delta_net is not None and what in family.delta_net.tensors:
-            found = checkpoint.tensor(f"model.layers.{layer}.{family.delta_net.tensors[what]}")
+        if family.state is not None and what in family.state.tensors:
+            found = checkpoint.tensor(f"model.layers.{layer}.{family.state.tensors[what]}")
             return found.flatten(1) if found.dim() > 1 else found
         if f"{what}.{part}" == BASIS and int(layer) in checkpoint.bases:
             return checkpoint.tensor(checkpoint.family.basis(int(layer)))

@@ -25,6 +25,7 @@
     blk.I.delta_a_log.weight       [value_heads]
     blk.I.delta_dt_bias.weight     [value_heads]
     blk.I.delta_norm.weight        [value_dim]
+    blk.I.short_conv.weight        [hidden, taps]          F32, of a short convolution, likewise
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
                                                            attn_post_norm, mlp_post_norm
@@ -89,7 +90,7 @@ from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.config_files import GENERATION
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.writer import chat_template, config_json
-from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD, MLP_MID, MLP_SITES
+from sparsepack.models.family import EMBEDDING, HEAD, MLP_MID, MLP_SITES
 from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.sites import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
@@ -210,7 +211,7 @@ def _groups(
                 yield _in_f32(checkpoint, f"blk.{layer}.{stored}", f"{checkpoint.family.block(layer)}.{source}")
         yield from _planned_delta_net(checkpoint, architecture, layer)
         yield from block(architecture, layer)
-    yield _norm(checkpoint, "output_norm.weight", FINAL_NORM)
+    yield _norm(checkpoint, "output_norm.weight", checkpoint.family.last_norm)
     if "output.weight" in embedding:
         yield matrix("output.weight", HEAD, embedding["output.weight"])
 
@@ -341,8 +342,8 @@ def _in_f32(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
 
 
 def _planned_delta_net(checkpoint: Checkpoint, architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
-    """What a gated delta net has beside its two sites."""
-    names = checkpoint.family.delta_net
+    """What a gated delta net or a short convolution has beside its two sites."""
+    names = checkpoint.family.state
     for name, shape in delta_shapes(architecture, layer).items():
         assert names is not None
         source = f"{checkpoint.family.block(layer)}.{names.tensors[name]}"

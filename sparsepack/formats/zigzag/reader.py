@@ -31,7 +31,7 @@ from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture, check_numbers
-from sparsepack.models.blocks import Attention, DeltaNet
+from sparsepack.models.blocks import Attention, DeltaNet, ShortConv
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.family import MLP_MID, MLP_SITES
@@ -77,6 +77,8 @@ def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple
     into: tuple[int, ...]
     if isinstance(mixer, DeltaNet):
         into, inner = (mixer.channels, mixer.values), mixer.values
+    elif isinstance(mixer, ShortConv):
+        into, inner = (3 * mixer.channels,), mixer.channels
     elif mixer.latent is not None:
         into, inner = mixer.latent.into(architecture.heads), architecture.heads * mixer.latent.value
     else:
@@ -134,6 +136,8 @@ def stored_tensors(name: str, blocks: Tensor, tail: Tensor | None) -> dict[str, 
 def delta_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
     """The shapes of what a gated delta net has beside its sites, by our names; empty for a block with attention."""
     mixer = architecture.blocks[layer].mixer
+    if isinstance(mixer, ShortConv):
+        return {"short_conv": (mixer.channels, mixer.taps)}
     if not isinstance(mixer, DeltaNet):
         return {}
     gates = mixer.value_heads, architecture.hidden

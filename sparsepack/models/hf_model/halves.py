@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from sparsepack.models.family import DeltaNetNames, Family
+from sparsepack.models.family import DeltaNetNames, Family, ShortConvNames
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of
 
@@ -112,10 +112,10 @@ class _Kept(DynamicLayer):
 
 
 class _FirstState(LinearAttentionLayer):
-    """The state [B, heads, key_dim, value_dim] of one block after the first half, and the last inputs of its
-    convolution [B, channels, taps]. A later pass goes on from them, and leaves them as they are."""
+    """The state [B, heads, key_dim, value_dim] of one block after the first half, None of a short convolution, and the
+    last inputs of its convolution [B, channels, taps]. A later pass goes on from them, and leaves them as they are."""
 
-    def __init__(self, inputs: torch.Tensor, state: torch.Tensor) -> None:
+    def __init__(self, inputs: torch.Tensor, state: torch.Tensor | None) -> None:
         super().__init__()
         self.conv_states, self.recurrent_states = {0: inputs}, {0: state}
         self.has_previous_state = {0: True}
@@ -156,12 +156,11 @@ class _KeptState(LinearAttentionLayer):
     def finished(self) -> _FirstState:
         """The state, as a later pass takes that of the tokens before its own."""
         assert self.inputs is not None
-        assert self.state is not None
         return _FirstState(self.inputs, self.state)
 
 
 def _keeps_state(block: nn.Module) -> bool:
-    return hasattr(block, DeltaNetNames().module)
+    return any(hasattr(block, names.module) for names in (DeltaNetNames(), ShortConvNames()))
 
 
 def _kept(block: nn.Module) -> _Kept | _KeptState:

@@ -14,7 +14,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.blocks import DeltaNet
+from sparsepack.models.blocks import DeltaNet, ShortConv
 from sparsepack.models.family import ATTENTION_SITES, LATENT_NORMS, MLP_SITES, SITES
 from sparsepack.models.sites import SiteRule
 from sparsepack.progress import format_count
@@ -185,6 +185,8 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
             builder.set_scalar(float(layer.scalar))
         if isinstance(block.mixer, DeltaNet):
             _add_delta_net(builder, block.mixer, layer.delta_net)
+        elif isinstance(block.mixer, ShortConv):
+            builder.set_short_conv(**asdict(block.mixer), conv=vector(layer.delta_net["short_conv"].T))
         elif block.mixer.gated:
             builder.set_gated()
         elif block.mixer.k_eq_v:

@@ -1,5 +1,5 @@
-"""The oracle's gated delta net in plain torch (Gated Delta Networks, arXiv 2412.06464): the recurrence token by token,
-and the state that each sequence keeps in place of keys and values."""
+"""The oracle's mixers that keep a state in place of keys and values, in plain torch: the gated delta net (Gated Delta
+Networks, arXiv 2412.06464), token by token, and LFM2's short convolution."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ L2_EPS = 1e-6
 
 
 def causal_convolution(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """silu of a convolution of each channel over the last taps positions.
+    """A convolution of each channel over the last taps positions.
 
     x      -- float32 [S, channels]
     before -- the inputs before them [taps - 1, channels], the oldest first; zeros before a text
@@ -29,7 +29,7 @@ def causal_convolution(x: Tensor, before: Tensor, weight: Tensor) -> tuple[Tenso
     seen = torch.cat([before, x])
     summed = sum(seen[tap : tap + len(x)] * weight[:, tap] for tap in range(taps))
     assert isinstance(summed, Tensor)
-    return silu(summed), seen[len(x) :]
+    return summed, seen[len(x) :]
 
 
 def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, state: Tensor) -> Tensor:
@@ -53,36 +53,34 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
 
 @dataclass
 class _Kept:
-    """What a sequence keeps of a block: state [value_heads, key_dim, value_dim] after so many tokens, and the last
-    inputs of the convolution [taps - 1, channels]."""
+    """What a sequence keeps of a block: state [value_heads, key_dim, value_dim] after so many tokens, empty of a short
+    convolution, and the last inputs of the convolution [taps - 1, channels]."""
 
     state: Tensor
     inputs: Tensor
     tokens: int = 0
 
 
-class DeltaNetStates:
-    """The states of the blocks of a model that have a gated delta net, for one sequence or several. A sequence without
-    tokens begins with zeros, whatever was there.
+class States:
+    """The states of the blocks of a model that keep one, for one sequence or several. A sequence without tokens begins
+    with zeros, whatever was there.
 
     layers -- number of a block -> `PackedLayer.delta_net` of it, on the device that computes
-    eps    -- of the norm of outputs
     """
 
-    def __init__(self, mixer: DeltaNet, layers: Mapping[int, Mapping[str, Tensor]], eps: float, sequences: int) -> None:
-        self._mixer, self._layers, self._eps = mixer, layers, eps
+    def __init__(self, layers: Mapping[int, Mapping[str, Tensor]], sequences: int) -> None:
+        self._layers = layers
         self._kept = [{layer: self._zeros(layer) for layer in layers} for _ in range(sequences)]
 
     def mix(self, layer: int, rows: Tensor, x: Tensor, sequence: int, length: int) -> Tensor:
         """What attn_out is given for the tokens after the first `length` of a sequence; their state is kept.
 
-        rows -- what attn_in gives: queries, keys and values of all heads, then gates of the output: [S, rows]
+        rows -- what attn_in gives [S, rows]
         x    -- what attn_in is given [S, hidden]
 
-        Returns float32 [S, value_heads * value_dim]. Raises `UserError` where the state is not that after `length`
-        tokens: it cannot forget some.
+        Returns float32 [S, columns of attn_out]. Raises `UserError` where the state is not that after `length` tokens:
+        it cannot forget some.
         """
-        m, w = self._mixer, self._layers[layer]
         if not length:
             self._kept[sequence][layer] = self._zeros(layer)
         kept = self._kept[sequence][layer]
@@ -91,23 +89,57 @@ class DeltaNetStates:
                 f"block {layer}: the state of sequence {sequence} is that after {kept.tokens} tokens, {length} are in "
                 "the context; begin the sequence anew"
             )
-        mixed, kept.inputs = causal_convolution(rows[:, : m.channels], kept.inputs, w["delta_conv"])
-        keys = m.key_heads * m.key_dim
-        q, k, v = torch.split(mixed, [keys, keys, m.values], -1)
-        q, k = (self._normed(each) for each in (q, k))
-        beta = (x @ w["delta_beta"].T).sigmoid()
-        decay = (-w["delta_a_log"].exp() * softplus(x @ w["delta_alpha"].T + w["delta_dt_bias"])).exp()
-        by_head = torch.unflatten(v, -1, (m.value_heads, m.value_dim))
-        outputs = delta_rule(q * m.key_dim**-0.5, k, by_head, decay, beta, kept.state)
         kept.tokens = length + len(rows)
-        gates = torch.unflatten(rows[:, m.channels :], -1, (m.value_heads, m.value_dim))
-        return (rms_norm(outputs, w["delta_norm"], self._eps) * silu(gates)).flatten(1)
+        return self._mixed(layer, rows, x, kept)
 
     def copy(self, source: int, to: int) -> None:
         """Let a sequence have the state of another."""
         self._kept[to] = {
             layer: _Kept(kept.state.clone(), kept.inputs, kept.tokens) for layer, kept in self._kept[source].items()
         }
+
+    def _mixed(self, layer: int, rows: Tensor, x: Tensor, kept: _Kept) -> Tensor:
+        raise NotImplementedError
+
+    def _zeros(self, layer: int) -> _Kept:
+        raise NotImplementedError
+
+
+class ShortConvStates(States):
+    """Those of short convolutions. Rows of attn_in are b, c and u of all channels."""
+
+    def _mixed(self, layer: int, rows: Tensor, x: Tensor, kept: _Kept) -> Tensor:
+        b, c, u = rows.chunk(3, -1)
+        mixed, kept.inputs = causal_convolution(b * u, kept.inputs, self._layers[layer]["short_conv"])
+        return c * mixed
+
+    def _zeros(self, layer: int) -> _Kept:
+        weight = self._layers[layer]["short_conv"]
+        return _Kept(weight.new_zeros(0), weight.new_zeros(weight.shape[1] - 1, len(weight)))
+
+
+class DeltaNetStates(States):
+    """Those of gated delta nets. Rows of attn_in are queries, keys and values of all heads, then gates of the output.
+
+    eps -- of the norm of outputs
+    """
+
+    def __init__(self, mixer: DeltaNet, layers: Mapping[int, Mapping[str, Tensor]], eps: float, sequences: int) -> None:
+        self._mixer, self._eps = mixer, eps
+        super().__init__(layers, sequences)
+
+    def _mixed(self, layer: int, rows: Tensor, x: Tensor, kept: _Kept) -> Tensor:
+        m, w = self._mixer, self._layers[layer]
+        mixed, kept.inputs = causal_convolution(rows[:, : m.channels], kept.inputs, w["delta_conv"])
+        keys = m.key_heads * m.key_dim
+        q, k, v = torch.split(silu(mixed), [keys, keys, m.values], -1)
+        q, k = (self._normed(each) for each in (q, k))
+        beta = (x @ w["delta_beta"].T).sigmoid()
+        decay = (-w["delta_a_log"].exp() * softplus(x @ w["delta_alpha"].T + w["delta_dt_bias"])).exp()
+        by_head = torch.unflatten(v, -1, (m.value_heads, m.value_dim))
+        outputs = delta_rule(q * m.key_dim**-0.5, k, by_head, decay, beta, kept.state)
+        gates = torch.unflatten(rows[:, m.channels :], -1, (m.value_heads, m.value_dim))
+        return (rms_norm(outputs, w["delta_norm"], self._eps) * silu(gates)).flatten(1)
 
     def _normed(self, rows: Tensor) -> Tensor:
         """Queries or keys, of length 1 in each head, for each value head: [S, value_heads, key_dim]."""
@@ -123,8 +155,12 @@ class DeltaNetStates:
 
 def states_of(
     mixer: DeltaNet | None, layers: Sequence[Mapping[str, Tensor]], eps: float, sequences: int
-) -> DeltaNetStates | None:
-    """The states of a model, by what each of its blocks has of a delta net; None where none has one."""
+) -> States | None:
+    """The states of a model, by what each of its blocks that keep one has of its mixer; None where none keeps one.
+
+    mixer -- the delta net of these; None: they have short convolutions
+    """
+    of_layers = {n: layer for n, layer in enumerate(layers) if layer}
     if mixer is None:
-        return None
-    return DeltaNetStates(mixer, {n: layer for n, layer in enumerate(layers) if layer}, eps, sequences)
+        return ShortConvStates(of_layers, sequences) if of_layers else None
+    return DeltaNetStates(mixer, of_layers, eps, sequences)

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.checkpoint.writer import config_json, texts_of
-from sparsepack.models.family import FINAL_NORM, SITES
+from sparsepack.models.family import SITES
 from sparsepack.models.hf_model.blocks import BlockStream
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import load_model
@@ -132,7 +132,10 @@ DAMAGED = {
         lambda tensors: tensors.update({"model.layers.1.residual_basis.weight": torch.eye(255)}),
         r"model.layers.1.residual_basis.weight is [255, 255], its configuration means [256, 256]",
     ),
-    "a norm that is missing": (lambda tensors: tensors.pop(FINAL_NORM), f"the tensor {FINAL_NORM} is missing"),
+    "a norm that is missing": (
+        lambda tensors: tensors.pop("model.norm.weight"),
+        "the tensor model.norm.weight is missing",
+    ),
 }
 
 

@@ -20,7 +20,7 @@ from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint import locate
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.family import EMBEDDING, FINAL_NORM, HEAD
+from sparsepack.models.family import EMBEDDING, HEAD
 
 NORM = "model.norm.weight"
 
@@ -238,7 +238,7 @@ def test_a_vector_of_blocks_is_read(model: Path, tmp_path: Path) -> None:
         return (blocks, dtype) if name == "output_norm.weight" else (weights, GGMLQuantizationType.F32)
 
     checkpoint = open_checkpoint(rewritten(plain, tmp_path / "q.gguf", quantised))
-    assert torch.equal(checkpoint.tensor(FINAL_NORM), torch.from_numpy(dequantize(blocks, dtype)))
+    assert torch.equal(checkpoint.tensor("model.norm.weight"), torch.from_numpy(dequantize(blocks, dtype)))
 
 
 def test_a_type_that_gguf_py_does_not_know_is_named(model: Path, tmp_path: Path) -> None:

@@ -40,14 +40,14 @@ def test_a_convolution_sees_the_last_positions() -> None:
     found, after = causal_convolution(x, before, weight)
     seen = torch.cat([before, x]).double()
     sums = torch.stack([(seen[t : t + 4] * weight.T).sum(0) for t in range(6)])
-    assert (found - sums * sums.sigmoid()).abs().max() < 1e-5
+    assert (found - sums).abs().max() < 1e-5
     assert torch.equal(after, x[-3:])
 
 
 def test_a_convolution_of_one_tap_keeps_nothing() -> None:
     x, weight = normal(4, 3), normal(3, 1, seed=2)
     found, after = causal_convolution(x, normal(0, 3), weight)
-    assert (found - torch.nn.functional.silu(x * weight[:, 0])).abs().max() < 1e-6
+    assert (found - x * weight[:, 0]).abs().max() < 1e-6
     assert len(after) == 0
 
 

@@ -143,6 +143,12 @@ public:
         model_.owners.push_back(std::move(gates));
     }
 
+    // The last layer has a gated short convolution in place of attention; conv: [taps][channels].
+    void set_short_conv(int32_t channels, int32_t taps, Vector conv) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().short_conv = ShortConv{channels, taps, copied(conv)};
+    }
+
     // Sets what the last layer begins with.
     void set_basis(std::shared_ptr<RowsMatrix> matrix) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
@@ -301,6 +307,7 @@ void bind_decoder(nb::module_& m) {
         .def("set_scalar", &Builder::set_scalar, "scalar"_a)
         .def("set_delta_net", &Builder::set_delta_net, nb::kw_only(), "key_heads"_a, "value_heads"_a, "key_dim"_a,
              "value_dim"_a, "taps"_a, "gates"_a, "conv"_a, "rate"_a, "bias"_a, "norm"_a)
+        .def("set_short_conv", &Builder::set_short_conv, nb::kw_only(), "channels"_a, "taps"_a, "conv"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)
         .def("add_cache", &Builder::add_cache, "cache"_a);

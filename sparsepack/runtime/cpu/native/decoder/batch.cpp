@@ -162,7 +162,7 @@ Active Decoder::select_levels(const Site& at, float* x, int32_t batch, int threa
 
 // From the products of attn_in to the inputs of attn_out in `wide_inner_`.
 void Decoder::attend_batch(const Sums& qkv, int layer, int32_t batch, bool sparse, int thread) {
-    if (model_.layers[layer].delta_net) {
+    if (model_.layers[layer].keeps_state()) {
         mix(qkv, layer, moving_.data(), batch, wide_inner_.data(), thread);
         return;
     }

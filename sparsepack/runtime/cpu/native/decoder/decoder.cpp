@@ -80,14 +80,18 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     if (layer.delta_net) check_delta_net(*layer.delta_net, layer, s, name);
     if (layer.latent) check_latent(*layer.latent, layer, a, name);
     int64_t into = a.qkv_rows() + layer.gated * a.q_rows() - layer.k_eq_v * a.kv_rows();
-    if (layer.delta_net) into = layer.delta_net->shape.rows();
-    if (layer.latent) into = layer.latent->into(a.heads);
+    int64_t mixed = a.q_rows();
+    if (layer.latent) into = layer.latent->into(a.heads), mixed = int64_t(a.heads) * layer.latent->value;
+    if (layer.delta_net) into = layer.delta_net->shape.rows(), mixed = layer.delta_net->shape.values();
+    if (layer.short_conv) {
+        const ShortConv& of = *layer.short_conv;
+        expect(of.channels == s.hidden && of.taps > 0 && of.conv.size() == size_t(of.taps) * size_t(of.channels),
+               name + ": short convolution of another shape");
+        expect(layer.sites[ATTN_IN].bias.empty() && !layer.gated, name + ": a short convolution with a bias");
+        into = of.rows(), mixed = of.channels;
+    }
     check_site(layer.sites[ATTN_IN], into, s.hidden, name + " attn_in");
-    check_site(layer.sites[ATTN_OUT], s.hidden,
-               layer.latent      ? int64_t(a.heads) * layer.latent->value
-               : layer.delta_net ? layer.delta_net->shape.values()
-                                 : a.q_rows(),
-               name + " attn_out");
+    check_site(layer.sites[ATTN_OUT], s.hidden, mixed, name + " attn_out");
     expect(layer.gated + layer.k_eq_v + !layer.q_row_norm.empty() <= 1,
            name + ": gates, keys for values, or queries normed together, not two of these");
     if (layer.neurons) {
@@ -127,7 +131,7 @@ void check_model(const Model& m) {
         expect(value > 0, "sizes: expected positive numbers");
     expect(!m.caches.empty(), "no cache");
     int attend = 0;
-    for (const Layer& layer : m.layers) attend += !layer.delta_net;
+    for (const Layer& layer : m.layers) attend += !layer.keeps_state();
     expect(attend > 0, "no layer with attention");
     for (const auto& cache : m.caches) expect(cache->layers() == attend, "cache of other layers");
     expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
@@ -136,7 +140,7 @@ void check_model(const Model& m) {
     expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");
     attend = 0;
     for (size_t i = 0; i < m.layers.size(); ++i)
-        check_layer(m.layers[i], s, m.layers[i].delta_net ? m.caches[0]->shape() : m.caches[0]->shape(attend++),
+        check_layer(m.layers[i], s, m.layers[i].keeps_state() ? m.caches[0]->shape() : m.caches[0]->shape(attend++),
                     "block " + std::to_string(i));
 }
 
@@ -176,9 +180,15 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     int32_t attend = 0, keep = 0;
     states_.resize(model_.caches.size());
     for (Layer& layer : model_.layers) {
-        layer.kept = layer.delta_net ? keep++ : attend++;
         layer.width = layer.neurons ? s_.intermediate : int32_t(layer.sites[MLP_MID].matrix->columns);
         if (layer.latent) latents = std::max(latents, layer.latent->scratch());
+        layer.kept = layer.keeps_state() ? keep++ : attend++;
+        if (layer.short_conv) {
+            inner = std::max<int64_t>(inner, layer.short_conv->channels);
+            delta = std::max(delta, ShortConv::scratch());
+            for (DeltaStates& states : states_) states.layers.emplace_back(*layer.short_conv);
+            continue;
+        }
         if (!layer.delta_net) {
             const AttentionShape& of = cache_->shape(layer.kept);
             inner = std::max<int64_t>(inner, of.q_rows());

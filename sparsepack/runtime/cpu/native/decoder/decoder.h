@@ -112,13 +112,15 @@ struct Layer {
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
     const Gates* gates = nullptr;                      // by rows; then MLP_IN has no matrix
     std::optional<Experts> experts;
-    const Rows* basis = nullptr;        // [hidden, hidden]: the block begins with x = basis x
-    std::optional<Latent> latent;       // attention by latents
-    std::optional<DeltaNet> delta_net;  // in place of attention, between the same sites
-    bool gated = false;                 // attention has an output gate: of each head rows of queries, then of gates
-    bool k_eq_v = false;                // attn_in has no rows of values, which are the keys as it gives them
-    float scalar = 1;                   // all that leaves the block is multiplied by it
-    int32_t width = 0;                  // neurons of the MLP, or of an expert; made by the decoder
+    const Rows* basis = nullptr;          // [hidden, hidden]: the block begins with x = basis x
+    std::optional<Latent> latent;         // attention by latents
+    int32_t width = 0;                    // neurons of the MLP, or of an expert; made by the decoder
+    std::optional<DeltaNet> delta_net;    // in place of attention, between the same sites
+    std::optional<ShortConv> short_conv;  // likewise
+    bool gated = false;                   // attention has an output gate: of each head rows of queries, then of gates
+    bool k_eq_v = false;                  // attn_in has no rows of values, which are the keys as it gives them
+    float scalar = 1;                     // all that leaves the block is multiplied by it
+    bool keeps_state() const { return delta_net || short_conv; }
     int32_t kept = -1;  // which of the layers of the cache, or of the states, is this one; made by the decoder
 };
 

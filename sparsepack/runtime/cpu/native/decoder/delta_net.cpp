@@ -11,12 +11,12 @@ namespace {
 
 constexpr float L2_EPS = 1e-6f;  // runtime/reference/delta_net.py
 
-// `count` channels from `channel` on of the convolution, in place; x is kept in `inputs`.
-void convolve(const DeltaNet& net, DeltaState& state, int64_t channel, int32_t count, float* x) {
-    const int64_t stride = net.shape.channels();
-    const float* weight = net.conv.data() + channel;
+// `count` channels from `channel` on of a convolution [taps][stride], in place; x is kept in `inputs`.
+void convolve(const std::vector<float>& conv, int32_t taps, int64_t stride, DeltaState& state, int64_t channel,
+              int32_t count, float* x) {
+    const float* weight = conv.data() + channel;
     float* input = state.inputs.data() + channel;
-    const int32_t before = net.shape.taps - 1;
+    const int32_t before = taps - 1;
     for (int32_t c = 0; c < count; ++c) {
         float sum = 0, latest = x[c];
         for (int32_t tap = 0; tap < before; ++tap) {
@@ -89,9 +89,9 @@ void mix_head(const Kernels& k, const DeltaNet& net, DeltaState& state, int32_t 
         rows(p, at[1], s.key_dim, key);
         rows(p, at[2], width, v);
         rows(p, s.channels() + int64_t(first) * s.value_dim, width, z);
-        convolve(net, state, at[0], s.key_dim, q);
-        convolve(net, state, at[1], s.key_dim, key);
-        convolve(net, state, at[2], width, v);
+        convolve(net.conv, s.taps, s.channels(), state, at[0], s.key_dim, q);
+        convolve(net.conv, s.taps, s.channels(), state, at[1], s.key_dim, key);
+        convolve(net.conv, s.taps, s.channels(), state, at[2], width, v);
         activate(q, 2 * s.key_dim + width);  // side by side
         normalise(q, s.key_dim, 1 / sqrtf(float(s.key_dim)));
         normalise(key, s.key_dim, 1);
@@ -110,6 +110,21 @@ void mix_head(const Kernels& k, const DeltaNet& net, DeltaState& state, int32_t 
             float* to = y + int64_t(p) * s.values() + int64_t(of) * s.value_dim;
             k.gate(SILU, z + i * s.value_dim, made, s.value_dim, to);
         }
+    }
+}
+
+void mix_channels(const ShortConv& of, DeltaState& state, int32_t part, int32_t positions, const DeltaRows& rows,
+                  float* y, float* scratch) {
+    const int32_t first = part * ShortConv::AT_ONCE, count = std::min(ShortConv::AT_ONCE, of.channels - first);
+    float *b = scratch, *c = b + count, *u = c + count;
+    for (int32_t p = 0; p < positions; ++p) {
+        rows(p, first, count, b);
+        rows(p, int64_t(of.channels) + first, count, c);
+        rows(p, 2 * int64_t(of.channels) + first, count, u);
+        for (int32_t i = 0; i < count; ++i) u[i] *= b[i];
+        convolve(of.conv, of.taps, of.channels, state, first, count, u);
+        float* to = y + int64_t(p) * of.channels + first;
+        for (int32_t i = 0; i < count; ++i) to[i] = c[i] * u[i];
     }
 }
 

@@ -1,5 +1,5 @@
-// Gated delta nets: blocks that keep a state of each sequence in place of keys and values (models/blocks.py, DeltaNet;
-// runtime/reference/delta_net.py says what is computed).
+// Blocks that keep a state of each sequence in place of keys and values: gated delta nets and short convolutions
+// (models/blocks.py, DeltaNet and ShortConv; runtime/reference/delta_net.py says what is computed).
 #pragma once
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -34,13 +34,26 @@ struct DeltaNet {
     std::vector<float> norm;        // [value_dim]
 };
 
+// A gated short convolution: rows of attn_in are b, c and u of all channels.
+struct ShortConv {
+    static constexpr int32_t AT_ONCE = 64;  // channels that a thread takes together
+
+    int32_t channels, taps;
+    std::vector<float> conv;  // [taps][channels]
+
+    int64_t rows() const noexcept { return 3 * int64_t(channels); }
+    int32_t parts() const noexcept { return (channels + AT_ONCE - 1) / AT_ONCE; }
+    static constexpr int64_t scratch() noexcept { return 3 * AT_ONCE; }  // floats that `mix_channels` needs of a thread
+};
+
 // What a sequence keeps of a block.
 struct DeltaState {
-    Buffer<float> state;   // [value_heads][key_dim][value_dim]
+    Buffer<float> state;   // [value_heads][key_dim][value_dim]; of a short convolution empty
     Buffer<float> inputs;  // of the convolution, [taps - 1][channels], the oldest first
 
     explicit DeltaState(const DeltaShape& shape)
         : state(int64_t(shape.values()) * shape.key_dim), inputs(int64_t(shape.taps - 1) * shape.channels()) {}
+    explicit DeltaState(const ShortConv& of) : state(0), inputs(int64_t(of.taps - 1) * of.channels) {}
     void clear();
     void copy(const DeltaState& other);
 };
@@ -67,5 +80,10 @@ using DeltaRows = std::function<void(int32_t, int64_t, int64_t, float*)>;
 // scratch -- `DeltaShape::scratch` floats
 void mix_head(const Kernels& kernels, const DeltaNet& net, DeltaState& state, int32_t head, int32_t positions,
               const DeltaRows& rows, const float* gates, float eps, float* y, float* scratch);
+
+// The channels of one part of a short convolution, at so many positions in order; y: at their place in
+// [positions][channels].
+void mix_channels(const ShortConv& of, DeltaState& state, int32_t part, int32_t positions, const DeltaRows& rows,
+                  float* y, float* scratch);
 
 }  // namespace sparsepack

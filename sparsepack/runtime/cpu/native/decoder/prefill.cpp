@@ -67,8 +67,8 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         norm_rows(layer.attn_norm, first, last);
         pool_.barrier();
         matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
-        if (layer.delta_net) {
-            multiply_gates(number, wide_normed_.data(), count, thread);
+        if (layer.keeps_state()) {
+            if (layer.delta_net) multiply_gates(number, wide_normed_.data(), count, thread);
             pool_.barrier();
             mix_rows(number, count, thread);
         } else if (layer.latent) {
@@ -126,8 +126,19 @@ void Decoder::matmul(const Site& site, const float* x, int32_t positions) {
     share_matmul(k_, pool_, *site.matrix, x, positions, wide_rows_.data());
 }
 
-// The heads of a gated delta net at all positions, from the products of attn_in to the inputs of attn_out.
+// The heads of a gated delta net, or the channels of a short convolution, at all positions, from the products of attn_in to
+// the inputs of attn_out.
 void Decoder::mix_rows(int number, int32_t positions, int thread) {
+    if (model_.layers[number].short_conv) {
+        const ShortConv& conv = *model_.layers[number].short_conv;
+        auto rows = [&](int32_t position, int64_t first, int64_t count, float* to) {
+            memcpy(to, wide_rows_.data() + int64_t(position) * conv.rows() + first, count * sizeof(float));
+        };
+        return pool_.share(conv.parts(), [&](int part, int) {
+            mix_channels(conv, state(sequence_, number), part, positions, rows, wide_inner_.data(),
+                         scratch_[thread].delta.data());
+        });
+    }
     const DeltaNet& net = *model_.layers[number].delta_net;
     auto rows = [&](int32_t position, int64_t first, int64_t count, float* to) {
         memcpy(to, wide_rows_.data() + int64_t(position) * net.shape.rows() + first, count * sizeof(float));

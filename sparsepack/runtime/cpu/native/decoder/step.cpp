@@ -48,7 +48,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         multiply(input);
         if (layer.delta_net) multiply_gates(number, normed, 1, thread);
         pool_.barrier();
-        if (layer.delta_net) {
+        if (layer.keeps_state()) {
             mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
         } else if (layer.latent) {
             attend_latents(input, number, sparse, thread);
@@ -142,9 +142,20 @@ void Decoder::multiply_gates(int layer, const float* x, int32_t positions, int t
                        delta_gates_.data(), gates.rows);
 }
 
-// The heads of a gated delta net for a token of each of some sequences, shared out among the threads: from the products of
-// attn_in and of `multiply_gates` to y [batch][values].
+// The heads of a gated delta net, or the channels of a short convolution, for a token of each of some sequences, shared out
+// among the threads: from the products of attn_in and of `multiply_gates` to y [batch][values].
 void Decoder::mix(const Sums& sums, int layer, const int32_t* sequences, int32_t batch, float* y, int thread) {
+    if (model_.layers[layer].short_conv) {
+        const ShortConv& conv = *model_.layers[layer].short_conv;
+        return pool_.share(batch * conv.parts(), [&](int item, int) {
+            int32_t index = item / conv.parts();
+            auto rows = [&](int32_t, int64_t first, int64_t count, float* to) {
+                read(batch > 1 ? sums_of(sums, index) : sums, first, count, to);
+            };
+            mix_channels(conv, state(sequences[index], layer), item % conv.parts(), 1, rows,
+                         y + int64_t(index) * conv.channels, scratch_[thread].delta.data());
+        });
+    }
     const DeltaNet& net = *model_.layers[layer].delta_net;
     const DeltaShape& shape = net.shape;
     pool_.share(batch * shape.key_heads, [&](int item, int) {
