@@ -55,6 +55,15 @@ _COMPRESSED_FORMATS = (
     "dense",
 )
 
+_READERS = {
+    **{method: f"transformers with the package {method}" for method in ("aqlm", "fp_quant", "hqq", "sinq", "vptq")},
+    **{"eetq": "transformers with kernels", "quanto": "transformers with optimum-quanto"},
+    **{"higgs": "transformers with flute", "quark": "transformers with amd-quark"},
+    **{"spqr": "transformers with spqr_quant", "torchao": "transformers with torchao"},
+    **{"exl2": "exllamav2", "exl3": "exllamav3", "compressed-tensors": "vLLM"},
+}
+"""Methods that are not read here, or not in all formats -> who reads them."""
+
 
 def quantised_source(source: SafetensorsSource, values: Any, folder: Path) -> "SafetensorsSource | QuantisedSource":
     """The source of a folder's tensors, decoded where they are quantised.
@@ -146,9 +155,11 @@ class QuantisedSource:
         if not is_read(settings):
             named = " ".join(filter(None, (settings.quant_method, settings.format)))
             first = f"{coded[0]} is {source.types[coded[0]]}, " if coded else ""
+            reader = _READERS.get(settings.quant_method)
+            others = f"; {named} is read by {reader}" if reader else ""
             raise CheckpointError(
                 f"{where}: {first}quantised by {named}, which is not read; read are {', '.join(read_methods())}: take "
-                "the model's release in one of them, as a GGUF or unquantised"
+                f"the model's release in one of them, as a GGUF or unquantised{others}"
             )
         found = dict(self._found(coded))
         small = source.stored([names[end] for scheme, names in found.values() for end in scheme.read])

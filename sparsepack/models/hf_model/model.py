@@ -294,7 +294,10 @@ def check_stock_model(
         )
     missing = sorted(set(expected) - set(found))
     if missing:
-        raise CheckpointError(f"{name}: the tensor {missing[0]} is missing ({len(missing)} in all)")
+        raise CheckpointError(
+            f"{name}: the tensor {missing[0]} is missing ({len(missing)} in all), which its configuration means; "
+            "download the weights again, or the config.json that belongs to them"
+        )
     for tensor, shape in expected.items():
         if found[tensor] != shape:
             raise CheckpointError(

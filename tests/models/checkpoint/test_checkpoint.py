@@ -129,7 +129,7 @@ def test_biases_that_the_configuration_does_not_know_are_refused_not_dropped(cop
 def test_a_missing_tensor_is_named(copied):
     folder = copied("qwen2")
     edit_tensors(folder, lambda tensors: tensors.pop("model.layers.1.self_attn.k_proj.bias"))
-    assert "the tensor model.layers.1.self_attn.k_proj.bias is missing (1 in all)" in refused(folder)
+    assert "the tensor model.layers.1.self_attn.k_proj.bias is missing (1 in all), which its conf" in refused(folder)
     edit_tensors(folder, lambda tensors: [tensors.pop(EMBEDDING), tensors.pop(HEAD)])
     assert "(2 in all)" in refused(folder)
 

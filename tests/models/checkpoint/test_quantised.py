@@ -245,6 +245,8 @@ def test_such_a_file_beside_plain_weights_means_nothing(model: Path) -> None:
     ("settings", "told"),
     [
         ({"quant_method": "aqlm"}, "is F8_E4M3, quantised by aqlm, which is not read; read are fp8"),
+        ({"quant_method": "aqlm"}, "or unquantised; aqlm is read by transformers with the package aqlm"),
+        ({**COMPRESSED, "format": "marlin-24"}, "or unquantised; compressed-tensors marlin-24 is read by vLLM"),
         ({**COMPRESSED, "format": "marlin-24"}, "quantised by compressed-tensors marlin-24, which is not read"),
         ({"quant_method": "awq"}, "which no scheme of awq that is read explains"),
         ({"quant_method": 3}, "quantization_config: quant_method: Input should be a valid string"),
