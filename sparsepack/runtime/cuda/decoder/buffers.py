@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sparsepack.runtime.cuda.products.gemm_fp16 import ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 
 if TYPE_CHECKING:
@@ -67,6 +68,23 @@ class FilledUp:
     count: Tensor
     room: int
     missed: Tensor
+
+
+@dataclass(frozen=True)
+class MlpPrompt:
+    """What an MLP has of a prompt.
+
+    x          -- its input [S, hidden]; residual: what its output is added to, float32 [S, hidden]
+    activation -- number of the function, see `kernels/common/activations.cuh`
+    scratch    -- of `gemm_fp16.new_scratch`
+    filled     -- says that the host must not wait, and which positions count; None: it may, and all do
+    """
+
+    x: ScaledFp16
+    residual: Tensor
+    activation: int
+    scratch: Tensor
+    filled: FilledUp | None
 
 
 Launch = Callable[[], object]

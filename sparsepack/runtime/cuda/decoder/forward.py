@@ -18,7 +18,15 @@ from torch.nn.attention import sdpa_kernel
 
 from sparsepack.runtime.cuda.attention.attention import BACKENDS
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
-from sparsepack.runtime.cuda.decoder.buffers import Buffers, FilledUp, Launch, MlpStep, batch_buffers, single_buffers
+from sparsepack.runtime.cuda.decoder.buffers import (
+    Buffers,
+    FilledUp,
+    Launch,
+    MlpPrompt,
+    MlpStep,
+    batch_buffers,
+    single_buffers,
+)
 from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController, new_cuda_controller
@@ -308,10 +316,11 @@ class Prefill:
 
     def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
+        output = x if layer.post_norms is None else torch.zeros_like(x)
+        prompt = MlpPrompt(normed, output, layer.activation, self._scratch, filled)
+        update = layer.mlp.prefill(prompt, self._kernels)
         if layer.post_norms is None:
-            return layer.mlp.prefill(normed, x, layer.activation, self._scratch, self._kernels, filled)
-        output = torch.zeros_like(x)
-        update = layer.mlp.prefill(normed, output, layer.activation, self._scratch, self._kernels, filled)
+            return update
         self._kernels.add(output, update)
         return Product(output, torch.ones(len(x), device=x.device), 1.0, None)
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
-from sparsepack.runtime.cuda.decoder.buffers import FilledUp, Launch, MlpStep
+from sparsepack.runtime.cuda.decoder.buffers import FilledUp, Launch, MlpPrompt, MlpStep
 from sparsepack.runtime.cuda.decoder.sites import (
     CudaExpertsSite,
     CudaSite,
@@ -68,17 +68,8 @@ class CudaMlp(Protocol):
     def decoded(self) -> int:
         """How many weights prefill decodes together at best, beside those of `matrices`."""
 
-    def prefill(
-        self,
-        x: ScaledFp16,
-        residual: Tensor,
-        activation: int,
-        scratch: Tensor,
-        kernels: Kernels,
-        filled: FilledUp | None = None,
-    ) -> Product:
-        """What the MLP makes of x [S, hidden]; parts of it may have been added to the residual, float32 [S, hidden],
-        already. filled: says that the host must not wait, and which positions count"""
+    def prefill(self, of: MlpPrompt, kernels: Kernels) -> Product:
+        """What the MLP makes of a prompt; parts of it may have been added to the residual already."""
 
 
 @dataclass(frozen=True)
@@ -118,21 +109,13 @@ class DenseMlp:
     def decoded(self) -> int:
         return 0
 
-    def prefill(
-        self,
-        x: ScaledFp16,
-        residual: Tensor,
-        activation: int,
-        scratch: Tensor,
-        kernels: Kernels,
-        filled: FilledUp | None = None,
-    ) -> Product:
+    def prefill(self, of: MlpPrompt, kernels: Kernels) -> Product:
         into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
-        stacked = kernels.multiply(into.matrix, x, scratch, into.dense.bias)
+        stacked = kernels.multiply(into.matrix, of.x, of.scratch, into.dense.bias)
         width = mid.matrix.columns
         up = stacked.part(into.matrix.rows - width, width)  # without a gate, the gate too
-        gated = kernels.gated(stacked.part(0, width), up, activation)
-        return kernels.multiply(mid.matrix, gated, scratch, mid.dense.bias)
+        gated = kernels.gated(stacked.part(0, width), up, of.activation)
+        return kernels.multiply(mid.matrix, gated, of.scratch, mid.dense.bias)
 
 
 @dataclass(frozen=True)
@@ -218,24 +201,16 @@ class NeuronMlp:
     def decoded(self) -> int:
         return (1 + self.records.gated) * self.records.hidden * len(self.records.records)
 
-    def prefill(
-        self,
-        x: ScaledFp16,
-        residual: Tensor,
-        activation: int,
-        scratch: Tensor,
-        kernels: Kernels,
-        filled: FilledUp | None = None,
-    ) -> Product:
-        gate = self.gate.prefill(x, scratch, kernels)
+    def prefill(self, of: MlpPrompt, kernels: Kernels) -> Product:
+        gate = self.gate.prefill(of.x, of.scratch, kernels)
         self.saw(gate)
         product: Product | None = None
         first = 0
-        for piece in self.pieces(kernels.neurons_at_once(self.records.hidden, scratch)):
+        for piece in self.pieces(kernels.neurons_at_once(self.records.hidden, of.scratch)):
             if product is not None:
-                kernels.add(residual, product)
+                kernels.add(of.residual, product)
             count = len(piece.records)
-            product = kernels.multiply_neurons(piece, gate.part(first, count), x, activation, scratch)
+            product = kernels.multiply_neurons(piece, gate.part(first, count), of.x, of.activation, of.scratch)
             first += count
         assert product is not None  # a model has neurons
         return product
@@ -289,27 +264,20 @@ class ExpertMlp:
     def decoded(self) -> int:
         return max(decoded_weights(site.matrix) for site in self.sites.values())
 
-    def prefill(
-        self,
-        x: ScaledFp16,
-        residual: Tensor,
-        activation: int,
-        scratch: Tensor,
-        kernels: Kernels,
-        filled: FilledUp | None = None,
-    ) -> Product:
+    def prefill(self, of: MlpPrompt, kernels: Kernels) -> Product:
         """Some experts together, as the scratch has room."""
+        x, scratch = of.x, of.scratch
         of_one = -(-self.decoded // self.together.stored)
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         # The last of each is of nobody.
-        new = torch.empty if filled is None else torch.zeros  # positions that do not count are no one's
-        outputs = new(chosen.numel() + 1, residual.shape[1], device=residual.device)
-        factors, inverse = new(len(outputs), device=residual.device), 1.0
+        new = torch.empty if of.filled is None else torch.zeros  # positions that do not count are no one's
+        outputs = new(chosen.numel() + 1, of.residual.shape[1], device=of.residual.device)
+        factors, inverse = new(len(outputs), device=of.residual.device), 1.0
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
-        for first, count, place, position in self._groups(chosen, len(scratch) // of_one, filled):
+        for first, count, place, position in self._groups(chosen, len(scratch) // of_one, of.filled):
             rows = x.rows(position)
             gate, up = _products(self.sites["mlp_in"], first, count, 2, rows, scratch, kernels)
-            inner = kernels.gated(gate, up, activation)
+            inner = kernels.gated(gate, up, of.activation)
             (product,) = _products(self.sites["mlp_mid"], first, count, 1, inner, scratch, kernels)
             outputs[place], factors[place], inverse = product.sums, product.factor, product.inverse
         weights = weights * factors[:-1].view_as(weights)
