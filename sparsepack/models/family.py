@@ -410,6 +410,8 @@ class Family:
     experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
     split          -- projection -> the modules beside it that llama.cpp has in its place, whose rows it stacks
     only           -- fields of the configuration -> the one value that anything here has a place for
+    covered        -- fields of the configuration -> the one value of models that the row is of; others are measured as
+                      they are found (`models.found`)
     clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
     delta_net, short_conv -- what some blocks have in place of attention; None: all blocks have attention
     mlp_width      -- the neurons of an MLP, by a configuration that does not say them
@@ -458,6 +460,7 @@ class Family:
     clips: str = ""
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
+    covered: Mapping[str, Any] = field(default_factory=dict)
     delta_net: DeltaNetNames | None = None
     short_conv: ShortConvNames | None = None
     mlp_width: Callable[[Any], int] | None = None
@@ -537,6 +540,10 @@ class Family:
         """The names of each kind of block that its models may have."""
         others = () if self.state is None else (self.state_block,)
         return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()))
+
+    def covers(self, config: Any) -> bool:
+        """Whether a stock configuration of its `model_type` means a model that the row is of."""
+        return all(getattr(config, name, value) == value for name, value in self.covered.items())
 
     def at(self, config: Any, layer: int) -> "Family":
         """The names of a block of a stock configuration's model."""

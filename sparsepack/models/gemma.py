@@ -91,7 +91,8 @@ _GEMMA4 = replace(
     k_eq_v="attention_k_eq_v",
     value_norm=True,
     layer_scalar="layer_scalar",
-    only=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0, "enable_moe_block": False}),
+    only=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    covered=MappingProxyType({"enable_moe_block": False}),
 )
 
 FAMILIES = (
@@ -124,5 +125,5 @@ FAMILIES = (
         multipliers=_multipliers_3,
     ),
     _GEMMA4,
-    replace(_GEMMA4, model_type="gemma4_unified_text", only=MappingProxyType({"num_kv_shared_layers": 0})),
+    replace(_GEMMA4, model_type="gemma4_unified_text", only=MappingProxyType({"num_kv_shared_layers": 0}), covered={}),
 )

@@ -11,10 +11,8 @@ def _width(config: Any) -> int:
     """The neurons of an MLP, as `Lfm2MLP` computes them."""
     width: int = config.intermediate_size
     if config.block_auto_adjust_ff_dim:
-        width = int(2 * width / 3)
-        if config.block_ffn_dim_multiplier is not None:
-            multiple = config.block_multiple_of
-            width = -(-int(config.block_ffn_dim_multiplier * width) // multiple) * multiple
+        width, multiple = int(config.block_ffn_dim_multiplier * int(2 * width / 3)), config.block_multiple_of
+        width = -(-width // multiple) * multiple
     return width
 
 

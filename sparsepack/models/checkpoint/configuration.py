@@ -204,8 +204,8 @@ def checked_family(config: Any, name: str) -> Family:
     A model that names no longest text takes any: its `max_position_embeddings` becomes `_NO_END`. Raises
     `CheckpointError` for numbers that are none, or too large: others are made with them; and as `find_family`.
     """
-    if config.model_type in FAMILIES:
-        family = FAMILIES[config.model_type]
+    family = FAMILIES.get(config.model_type, Family(config.model_type))
+    if config.model_type in FAMILIES and family.covers(config):
         _check_sizes(config, name, dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31), family)
         if family.dense_mlps is not None:
             _check_kinds(config, name, family.dense_mlps.key)
@@ -213,7 +213,7 @@ def checked_family(config: Any, name: str) -> Family:
     if type(getattr(config, "max_position_embeddings", None)) is not int:
         config.max_position_embeddings = _NO_END
     sizes = dict.fromkeys(("hidden_size", "vocab_size", "max_position_embeddings"), 2**31)
-    _check_sizes(config, name, sizes, Family(config.model_type))
+    _check_sizes(config, name, sizes, Family(config.model_type, only=family.only))
     try:
         family = family_of_config(config)
     except CheckpointError as error:
