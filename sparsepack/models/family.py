@@ -320,6 +320,7 @@ class LlamaCpp:
     permuted       -- q and k rows have rotary pairs adjacent; Hugging Face keeps the halves apart
     parts          -- name of a part of a block -> module
     tensors        -- name of a tensor of a block -> the tensor, of what is no module's weight or bias
+    last_norm      -- the module of the norm before the output matrix
     biases         -- parts of which it knows biases; None: all
     head           -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
     transformers   -- transformers reads such GGUFs
@@ -343,6 +344,7 @@ class LlamaCpp:
     permuted: bool = False
     parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
     tensors: Mapping[str, str] = field(default_factory=dict)
+    last_norm: str = "output_norm"
     biases: tuple[str, ...] | None = None
     head: int | None = None
     keys: Mapping[str, str] = field(default_factory=dict)

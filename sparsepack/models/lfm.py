@@ -4,7 +4,7 @@ others attention with norms of heads; norms and matrices of other names, an MLP 
 from types import MappingProxyType
 from typing import Any
 
-from sparsepack.models.family import Family, ShortConvNames
+from sparsepack.models.family import Family, LlamaCpp, ShortConvNames
 
 
 def _width(config: Any) -> int:
@@ -16,9 +16,35 @@ def _width(config: Any) -> int:
     return width
 
 
+_LLAMA_CPP = LlamaCpp(
+    "lfm2",
+    parts=MappingProxyType(
+        {
+            "attn_norm": "operator_norm",
+            "ffn_norm": "ffn_norm",
+            "attn_q": "self_attn.q_proj",
+            "attn_k": "self_attn.k_proj",
+            "attn_v": "self_attn.v_proj",
+            "attn_output": "self_attn.out_proj",
+            "attn_q_norm": "self_attn.q_layernorm",
+            "attn_k_norm": "self_attn.k_layernorm",
+            "shortconv.in_proj": "conv.in_proj",
+            "shortconv.conv": "conv.conv",
+            "shortconv.out_proj": "conv.out_proj",
+            "ffn_gate": "feed_forward.w1",
+            "ffn_up": "feed_forward.w3",
+            "ffn_down": "feed_forward.w2",
+        }
+    ),
+    last_norm="token_embd_norm",
+    biases=(),
+    transformers=False,
+)
+
 FAMILIES = (
     Family(
         "lfm2",
+        _LLAMA_CPP,
         projections=MappingProxyType(
             {
                 "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),

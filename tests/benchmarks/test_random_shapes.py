@@ -50,11 +50,14 @@ def small(name: str) -> Any:
     changes: dict[str, Any] = {**SMALL, **(EXPERTS if "num_experts" in MODELS[name] else {})}
     if "linear_num_key_heads" in MODELS[name]:
         changes |= STATES
+    if name == "lfm2-1.2b":
+        changes |= {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
     return configuration(name, **changes, **(GPT_OSS if name == "gpt-oss-20b" else {}))
 
 
 @pytest.mark.parametrize(
-    "name", ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "qwen3.5-0.8b", "qwen3.6-35b-a3b", "gpt-oss-20b"]
+    "name",
+    ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "qwen3.5-0.8b", "qwen3.6-35b-a3b", "gpt-oss-20b", "lfm2-1.2b"],
 )
 def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
     packed = random_of(small(name), name, 1, "cpu")

@@ -73,6 +73,12 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         keys |= _expert_keys(architecture, config, runs)
     if architecture.delta_net is not None:
         keys |= _state_keys(architecture, kind)
+    if architecture.conv_layers:
+        of_blocks = [
+            0 if layer in architecture.conv_layers else architecture.kv_heads for layer in range(architecture.layers)
+        ]
+        keys["attention.head_count_kv"] = (of_blocks, GGUFValueType.ARRAY, GGUFValueType.INT32)
+        keys["shortconv.l_cache"] = u32(architecture.short_conv)
     window = max(architecture.sliding_windows, default=0)
     keys |= {key: f32(_field(config, name) or 0.0) for key, name in runs.keys.items()}
     if "final_logit_softcapping" not in runs.keys and (architecture.attention_cap or architecture.logit_cap):

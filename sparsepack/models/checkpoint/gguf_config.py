@@ -18,13 +18,9 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import check_fields, config_of
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import DeltaNetNames, Experts, Family, LlamaCpp
+from sparsepack.models.family import DeltaNetNames, Experts, Family, LlamaCpp, ShortConvNames
 
-_OUTSIDE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-}
+_OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 
 ROUTER = "ffn_gate_inp"
 """llama.cpp's name of what chooses among experts, which it never quantises."""
@@ -32,7 +28,14 @@ ROUTER = "ffn_gate_inp"
 SHARED_GATE = "ffn_gate_inp_shexp"
 """llama.cpp's name of what says how much of a shared expert a token has."""
 
-UNQUANTISED = (f"{ROUTER}.weight", f"{SHARED_GATE}.weight", "ssm_alpha.weight", "ssm_beta.weight", "ssm_conv1d.weight")
+UNQUANTISED = (
+    f"{ROUTER}.weight",
+    f"{SHARED_GATE}.weight",
+    "ssm_alpha.weight",
+    "ssm_beta.weight",
+    "ssm_conv1d.weight",
+    "shortconv.conv.weight",
+)
 """These matrices of blocks stay in F32."""
 
 ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
@@ -42,7 +45,8 @@ ROTARY_FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factor
 def gguf_names(family: Family, layers: int) -> dict[str, str]:
     """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have; those of experts
     are the parts that `checkpoint.experts` has."""
-    names = dict(_OUTSIDE)
+    last_norm = "output_norm" if family.gguf is None else family.gguf.last_norm
+    names = {**_OUTSIDE, f"{last_norm}.weight": f"{family.backbone}.{family.after[-1]}.weight"}
     parts = {} if family.gguf is None else family.gguf.parts
     for layer in range(layers):
         for ours, theirs in parts.items():
@@ -123,6 +127,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
 def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict[str, Any]:
     keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
     heads, hidden = keys["attention.head_count"], keys["embedding_length"]
+    kv_heads = keys.get("attention.head_count_kv", heads)  # of all blocks, or of each
     tokenizer, embedding = "tokenizer.ggml.", "token_embd.weight"
     # In models with fused matrices a part of each head may turn.
     turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
@@ -141,13 +146,14 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
         **{name: keys[key] or None for key, name in gguf.keys.items() if key in keys and "." not in name},
         **({gguf.head_field: head_dim} if gguf.head_field else {}),
         **_state_values(keys, family.delta_net),
+        **_conv_values(keys, family.short_conv),
         "hidden_size": hidden,
         **({"intermediate_size": keys["feed_forward_length"]} if "feed_forward_length" in keys else {}),
         "num_hidden_layers": keys["block_count"],
         "num_attention_heads": heads,
-        "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+        "num_key_value_heads": kv_heads if type(kv_heads) is int else max(kv_heads),
         "head_dim": head_dim,
-        "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+        family.fields.get("rms_norm_eps") or "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
         "max_position_embeddings": keys["context_length"],
         "vocab_size": file.tensors[embedding if embedding in file.tensors else "output.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -172,6 +178,14 @@ def _state_values(keys: dict[str, Any], names: DeltaNetNames | None) -> dict[str
     every = keys.get("full_attention_interval", STATE_INTERVAL)
     kinds = [names.kind if (layer + 1) % every else "full_attention" for layer in range(keys["block_count"])]
     return {**dict(zip(names.fields, numbers, strict=True)), "layer_types": kinds}
+
+
+def _conv_values(keys: dict[str, Any], names: ShortConvNames | None) -> dict[str, Any]:
+    """What a configuration says of blocks that have a short convolution: those without heads of keys."""
+    if names is None:
+        return {}
+    kinds = ["full_attention" if heads else names.kind for heads in keys["attention.head_count_kv"]]
+    return {names.taps: keys["shortconv.l_cache"], "layer_types": kinds, "block_auto_adjust_ff_dim": False}
 
 
 def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts, normalised: bool) -> dict[str, Any]:

@@ -41,13 +41,13 @@ class LlamaCppTensors:
         """The shape of a tensor there."""
         if self._is_vector(name):
             return shape[1:]
-        return (shape[0], *shape[2:]) if self._is(name, "delta_conv") else shape
+        return (shape[0], *shape[2:]) if self._is(name, "delta_conv", "short_conv") else shape
 
     def shape_here(self, name: str, shape: Shape) -> Shape:
         """The inverse of `shape_there`; shapes that it does not give are as they are."""
         if self._is_vector(name) and len(shape) == 1:
             return (1, *shape)
-        return (shape[0], 1, *shape[1:]) if self._is(name, "delta_conv") and len(shape) == 2 else shape
+        return (shape[0], 1, *shape[1:]) if self._is(name, "delta_conv", "short_conv") and len(shape) == 2 else shape
 
     def there(self, name: str, value: Tensor) -> Tensor:
         """A tensor of the stock model as it is there."""
@@ -109,8 +109,8 @@ class LlamaCppTensors:
         return shared is not None and name.endswith(f".{shared.gate}.weight")
 
     def _is(self, name: str, *what: str) -> bool:
-        """Whether a tensor is one of a delta net: our names of it, or sites."""
-        names = self.family.delta_net
+        """Whether a tensor is one of a block that keeps a state: our names of it, or sites."""
+        names = self.family.delta_net or self.family.short_conv
         if names is None:
             return False
         of_sites = [f"{part}.weight" for site in what for part in names.projections.get(site, ())]
