@@ -106,6 +106,7 @@ def gguf_config(file: GgufFile, name: str) -> Any:
             f"{name}: a GGUF of architecture {str(kind)[:60]!r}{with_experts}; expected one of {', '.join(known)}"
         )
     try:
+        check_fields({"num_hidden_layers": file.metadata[f"{kind}.block_count"]}, f"{name}: ")  # lists are as long
         values = _values(file, f"{kind}.", family, gguf)
         if family.experts is not None:
             values |= _expert_values(file, f"{kind}.", family, family.experts, gguf.normalised)

@@ -14,6 +14,7 @@ from plain_model import both_logits, disagreement, load_llama
 
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf
+from sparsepack.formats.containers.gguf import u32
 from sparsepack.formats.containers.gguf_writer import GgufPlan
 from sparsepack.formats.llama_cpp import keys
 from sparsepack.formats.open import open_artifact
@@ -300,6 +301,25 @@ def test_sliding_window_that_llama_cpp_ignores_is_said(tmp_path: Path) -> None:
     assert len(notes) == 1
     assert "llama.cpp ignores the sliding window of 64 tokens" in notes[0]
     assert_same_model(open_checkpoint(tmp_path / "m.gguf"), checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("block_count", 2**32 - 1, "num_hidden_layers is 4294967295; expected a whole number of at most 9,999"),
+        ("full_attention_interval", 0, "its keys are not understood"),
+        ("ssm.state_size", 2**31, "its configuration means"),
+    ],
+)
+def test_forged_numbers_of_states_are_one_line(
+    llama_cpp_checkpoints: Checkpoints, tmp_path: Path, key: str, value: int, told: str
+) -> None:
+    plan = FORMATS["f32"].plan(llama_cpp_checkpoints["qwen3_5_text"], PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    kept = {name: each for name, each in plan.values.items() if name != "sparsepack.config"}
+    forge(plan, values={**kept, f"qwen35.{key}": u32(value)}).write(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
