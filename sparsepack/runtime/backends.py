@@ -195,7 +195,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 scales_thresholds=True,
                 pads_tails=True,
                 traits=frozenset(TRAITS)
-                - {DELTA_NETS, SHORT_CONVS, ATTENTION_GATES, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS}
+                - {SHORT_CONVS, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS}
                 - {LATENTS, ROUTERS, DENSE_BLOCKS},
             ),
             Backend(

@@ -299,7 +299,12 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     "ernie4_5, neighbours turn": {"model_type": "ernie4_5", "head_dim": 12, "use_bias": True},
     "helium, neighbours turn": {"model_type": "helium", "head_dim": 8},
     "gpt_oss, sinks": GPT_OSS,
-    "qwen3.5, states": {"model_type": "qwen3_5_text", **DELTA_NETS, "tie_word_embeddings": True},
+    "qwen3.5, states": {
+        "model_type": "qwen3_5_text",
+        **DELTA_NETS,
+        "intermediate_size": 171,
+        "tie_word_embeddings": True,
+    },
     "qwen3.5, states of another shape": {
         "model_type": "qwen3_5_text",
         **DELTA_NETS,

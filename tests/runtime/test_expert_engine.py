@@ -100,7 +100,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 1,
         "norm_topk_prob": True,
     },
-    "qwen3.5_moe, states": DELTA_MIXTURE,
+    "qwen3.5_moe, states": {**DELTA_MIXTURE, "num_experts": 4, "num_experts_per_tok": 1},
     "deepseek_v3, latents, groups, yarn": {
         "model_type": "deepseek_v3",
         **LATENTS,

@@ -15,6 +15,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import ATTENTION_GATES, BACKENDS, DELTA_NETS
 from sparsepack.runtime.chained import decoder as operations_decoder
 from sparsepack.runtime.cpu import decoder as native_decoder
+from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.free_memory import cache_bytes
@@ -73,7 +74,7 @@ def test_a_prompt_in_pieces_is_the_prompt(backend: str, monkeypatch: pytest.Monk
     for first in range(0, 24, 5):
         found = in_pieces.prefill(IDS[first : first + 5])
     assert largest_difference(found, expected) < TOLERANCE[backend]
-    for module in (operations_decoder, native_decoder):
+    for module in (operations_decoder, native_decoder, cuda_decoder):
         monkeypatch.setattr(module, "PREFILL_TOKENS", 7)
     assert largest_difference(after(backend, IDS), expected) < TOLERANCE[backend]
 
@@ -167,15 +168,16 @@ def test_a_long_text_is_as_far_from_the_reference_as_rounded_products(backend: s
     noise = torch.stack([off_by(rounded(each, 5e-5, draw)) for draw, each in enumerate(draws)]).amax(0)
     assert off.median() < 2 * noise.median() < 0.02
     assert off.amax() < 4 * noise.amax()
-    assert noise[off.argmax()] > 8 * noise.median(), "rounding is not felt at this token"
+    assert noise[off.argmax()] > 4 * noise.median(), "rounding is not felt at this token"
 
 
 def test_backends_without_states_refuse_in_one_line() -> None:
-    for name in ("cuda", "metal"):
-        with pytest.raises(UserError, match="does not compute all of this model") as refusal:
-            check_features(BACKENDS[name], EngineOptions(), model())
-        assert DELTA_NETS in str(refusal.value)
-        assert "\n" not in str(refusal.value)
+    with pytest.raises(UserError, match="does not compute all of this model") as refusal:
+        check_features(BACKENDS["metal"], EngineOptions(), model())
+    assert DELTA_NETS in str(refusal.value)
+    with pytest.raises(UserError, match="vram: models that keep a state are not divided") as divided:
+        check_features(BACKENDS["cuda"], EngineOptions(vram="1GB"), model())
+    assert "\n" not in str(refusal.value) + str(divided.value)
 
 
 def test_a_sequence_takes_keys_and_values_of_its_attention_alone_and_a_state() -> None:

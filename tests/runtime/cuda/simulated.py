@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import simulated_between as between
+import simulated_delta_net as delta_net
 import simulated_double_sparsity as double_sparsity
 import simulated_experts as experts
 import simulated_products as products
@@ -91,6 +92,8 @@ class SimulatedKernels(kernel_set.Kernels):
     expert_blocks = staticmethod(experts.expert_blocks)
     multiply_experts = staticmethod(experts.multiply_experts)
     attend = staticmethod(between.attend)
+    delta_step = staticmethod(delta_net.delta_step)
+    delta_prefill = staticmethod(delta_net.delta_prefill)
     post_norm = staticmethod(between.post_norm)
     norm_rows = staticmethod(between.norm_rows)
     norm_prefill_rows = staticmethod(between.norm_prefill_rows)

@@ -31,6 +31,10 @@ def _no_compiler() -> str:
 
 pytestmark = pytest.mark.skipif(bool(_no_compiler()), reason=_no_compiler())
 
+DELTA_NETS = [
+    (f"KEY_DIM={key}", f"VALUE_DIM={value}", f"RATIO={ratio}", f"TAPS={taps}")
+    for key, value, ratio, taps in ((128, 128, 3, 4), (8, 12, 1, 3), (256, 250, 4, 5))
+]
 VARIANTS = {
     "offloaded_product": [
         (f"INPUTS={texts}", f"GATED={gated}", "ACTIVATION=1") for texts in (1, 3, 8) for gated in (0, 1, 2)
@@ -72,6 +76,11 @@ VARIANTS = {
         for selects, attends in ((1, 1), (1, 0), (0, 1))
     ],
     "token_slots": [(f"HEAD_DIM={width}", f"KV={type}") for width, type in ((128, 1), (6, 2), (256, 3))],
+    "delta_step": [
+        (*of_heads, f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}", f"X_IN_DATA={flag}")
+        for of_heads, rounds, flag in ((DELTA_NETS[0], 10, 1), (DELTA_NETS[1], 1, 0), (DELTA_NETS[2], 18, 1))
+    ],
+    "delta_prefill": DELTA_NETS,
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in CUDA_BLOCKS],
     "neuron_list": [

@@ -13,7 +13,7 @@ from sparsepack.runtime.cuda.products.gemm_fp16 import ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 
 if TYPE_CHECKING:
-    from sparsepack.runtime.cuda.decoder.model import CudaModel
+    from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
     from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 
 
@@ -117,9 +117,9 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
     embedded -- float32 [1, hidden]: the first layer's x
     """
     a, device = model.architecture, model.device
-    heads, ends = a.heads * a.head_dim, _ends_of_segments(model, kernels)
+    heads, ends = _mixed(model), _ends_of_segments(model, kernels)
     of_between, of_y = _parts(model, 1, kernels)
-    rows = heads + 2 * a.kv_heads * a.head_dim
+    rows = _rows(model)
     qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (2 if model.row_norms else 1), device)
     numbers, of_router = _numbers(model), _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
@@ -159,7 +159,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
         )
-    return buffers
+    return [_of_layer(of, layer, kernels) for of, layer in zip(buffers, model.layers, strict=True)]
 
 
 def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
@@ -176,8 +176,7 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
     def memory(width: int) -> Tensor:
         return torch.empty(sequences, width, device=model.device)
 
-    heads = a.heads * a.head_dim
-    rows = heads + 2 * a.kv_heads * a.head_dim
+    heads, rows = _mixed(model), _rows(model)
     squares = memory(of_y)
     one = Buffers(
         x=embedded,
@@ -207,15 +206,44 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
                 before=None if layer.basis is None else one.before,
             )
         )
-    return buffers
+    return [_of_layer(of, layer, kernels) for of, layer in zip(buffers, model.layers, strict=True)]
 
 
 def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int]:
-    """How many parts the squares of between and of y have, as in all layers."""
+    """How many parts the squares of between and of y have, the most of any layer."""
     if model.post_norms:
         return 1, 1
-    of = model.layers[0]
-    return kernels.blocks(of.attention["attn_out"].matrix), of.mlp.parts(sequences, kernels) or 0
+    of_between = max(kernels.blocks(layer.attention["attn_out"].matrix) for layer in model.layers)
+    return of_between, model.layers[0].mlp.parts(sequences, kernels) or 0
+
+
+def _rows(model: CudaModel) -> int:
+    """The rows of attn_in, the most of any layer: blocks with attention and with a state are of different widths."""
+    return max(layer.attention["attn_in"].matrix.rows for layer in model.layers)
+
+
+def _mixed(model: CudaModel) -> int:
+    """The columns of attn_out, likewise."""
+    return max(layer.attention["attn_out"].matrix.columns for layer in model.layers)
+
+
+def _of_layer(of: Buffers, layer: CudaLayer, kernels: Kernels) -> Buffers:
+    """The buffers of a layer, each of as many numbers as the layer has there."""
+    into, out = (layer.attention[name].matrix for name in ("attn_in", "attn_out"))
+    return replace(
+        of,
+        qkv=first_numbers(of.qkv, into.rows),
+        attn_output=first_numbers(of.attn_output, out.columns),
+        between_squares=of.between_squares
+        if layer.post_norms is not None
+        else first_numbers(of.between_squares, kernels.blocks(out)),
+    )
+
+
+def first_numbers(buffer: Tensor, width: int) -> Tensor:
+    """Room for rows of a smaller width in a buffer [width] or [B, width], contiguous."""
+    count = buffer.numel() // buffer.shape[-1]
+    return buffer.view(-1)[: count * width].view(*buffer.shape[:-1], width)
 
 
 def _numbers(model: CudaModel) -> int:

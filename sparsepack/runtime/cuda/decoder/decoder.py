@@ -12,8 +12,10 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import soft_capped
+from sparsepack.models.blocks import DeltaNet
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
+from sparsepack.runtime.cuda.attention.delta_net import DeltaNetStates
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
 from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, count_active, state_parts
 from sparsepack.runtime.cuda.decoder.model import load_model
@@ -75,11 +77,12 @@ class CudaDecoder:
             attention = attention_of(packed, context, self._device, sequences)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
             self._model = load_model(packed, self._device, kernels, plan, cpu_gpu)
+            self._states = _states_of(packed, sequences, self._device, kernels)
             together = sequences > 1 or not self._model.layers[0].mlp.flag_in_data
-            self._step = Step(self._model, self._cache, kernels, together)
+            self._step = Step(self._model, self._cache, self._states, kernels, together)
             work = None if plan is None or plan.budget is None else plan.work
             most, record = None if work is None else work.scratch, work is None and cpu_gpu is None
-            self._prefill = Prefill(self._model, self._cache, kernels, most, record)
+            self._prefill = Prefill(self._model, self._cache, self._states, kernels, most, record)
             self._positions = None if work is None else work.positions
             self._stream = kernels.new_step_stream()
             runs_ahead = sequences == 1 and cpu_gpu is None
@@ -156,6 +159,7 @@ class CudaDecoder:
         self._drop()
         with self._kernels.on_device(self._device):
             self._cache.copy(source, to, length)
+            self._states.copy(source, to)
             if self._step.controller is not None:
                 self._step.controller.begin(to)
 
@@ -280,6 +284,7 @@ class CudaDecoder:
             if sequence not in moving and lengths[sequence] == self._context:
                 lengths[sequence] -= 1
                 self._cache.truncate(lengths[sequence], sequence)
+        self._states.check(lengths, [*moving])
         first = next(iter(moving.values()))
         if self._ahead is None or not self._ahead.continues(first, sparse):
             self._drop()
@@ -290,8 +295,11 @@ class CudaDecoder:
             self._cache.advance(1, sequence)
         self._cache.positions.known = list(self._cache.lengths)
         for sequence in range(len(ids)):
-            if sequence not in moving:
+            if sequence in moving:
+                self._states.stepped(sequence, lengths[sequence] + 1)
+            else:
                 self._cache.truncate(lengths[sequence], sequence)
+                self._states.stood_still(sequence, lengths[sequence])
         self._stepped += 1
 
     def _begin(self, ids: list[int], sparse: bool) -> None:
@@ -333,6 +341,7 @@ class CudaDecoder:
         run = partial(self._step.run, sparse)
         self._kernels.compile_together(run)
         graph = self._kernels.capture_graph(run, self._stream)
+        self._states.recorded()
         positions.known = None
         active, _, _, lasting = state_parts(before, len(self._cache.lengths))
         self._step.active.copy_(active.view_as(self._step.active))
@@ -346,3 +355,16 @@ class CudaDecoder:
     def _key(self, sparse: bool) -> tuple[bool, int | None]:
         """The key that tells the graphs of steps apart."""
         return sparse, self._cache.selecting(sparse)
+
+
+def _states_of(packed: PackedModel, sequences: int, device: torch.device, kernels: Kernels) -> DeltaNetStates:
+    """The states of a model's gated delta nets; of most models there are none."""
+    a = packed.architecture
+    new = partial(kernels.delta_net_parameters, eps=a.norm_eps, sequences=sequences, device=device)
+    blocks = enumerate(zip(a.blocks, packed.layers, strict=True))
+    found = {
+        number: new(block.mixer, layer.delta_net)
+        for number, (block, layer) in blocks
+        if isinstance(block.mixer, DeltaNet)
+    }
+    return DeltaNetStates(found, sequences)

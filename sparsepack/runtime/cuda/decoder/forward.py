@@ -16,7 +16,10 @@ import torch
 from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import Attention
 from sparsepack.runtime.cuda.attention.attention import BACKENDS
+from sparsepack.runtime.cuda.attention.delta_net import DeltaNetStates
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
 from sparsepack.runtime.cuda.decoder.buffers import (
     Buffers,
@@ -54,9 +57,12 @@ class Step:
                 written (`driver/memory.py`)
     """
 
-    def __init__(self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, together: bool) -> None:
+    def __init__(
+        self, model: CudaModel, cache: CudaKvCache, states: DeltaNetStates, kernels: Kernels, together: bool
+    ) -> None:
         a, sequences = model.architecture, len(cache.lengths)
-        self._model, self._cache, self._kernels = model, cache, kernels
+        self._model, self._cache, self._states, self._kernels = model, cache, states, kernels
+        self._cached = _cached_layers(a)
         self._multiply: Callable[..., None] = kernels.batch if together else kernels.gemv
         self.state = torch.zeros(a.layers * len(model.names) + 2 * sequences, dtype=torch.int64, device=model.device)
         self.active, self.ids, self.best, self.lasting = state_parts(self.state, sequences)
@@ -110,13 +116,18 @@ class Step:
         squares = None if layer.attn_norm is None else of.squares
         x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=of.flag_in_data and of.squares is not None)
         yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
-        flag_in_data = of.flag_in_data and cache.flag_in_data
+        delta_net = self._states.blocks.get(number)
+        flag_in_data = of.flag_in_data and (delta_net is not None or cache.flag_in_data)
         qkv, attn_output = (x.view(sequences, -1) for x in (of.qkv, of.attn_output))
         if layer.row_norms is not None and of.normed is not None:
             normed = of.normed.view(sequences, -1)
             yield partial(self._kernels.norm_rows, qkv, layer.row_norms, eps, normed, flag_in_data=of.flag_in_data)
             qkv = normed
-        yield partial(cache.step, number, qkv, sparse, attn_output, flag_in_data)
+        if delta_net is None:
+            yield partial(cache.step, self._cached[number], qkv, sparse, attn_output, flag_in_data)
+        else:
+            positions, flagged = cache.positions.there, of.flag_in_data
+            yield partial(self._kernels.delta_step, delta_net, qkv, x, positions, attn_output, flag_in_data=flagged)
         attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
         between_squares = None if layer.mlp_norm is None else of.between_squares
         between = Input(of.between, layer.mlp_norm, eps, between_squares, flag_in_data=of.flag_in_data)
@@ -219,13 +230,21 @@ class Prefill:
     and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a
     sixteenth of what all of these take where that is more), which are kept.
 
-    record -- whether short prompts are recorded, whose memory is kept, too
+    record -- whether short prompts are recorded, whose memory is kept, too; not of models that keep a state, which what
+              fills prompts up would change
     """
 
     def __init__(
-        self, model: CudaModel, cache: CudaKvCache, kernels: Kernels, most: int | None = None, record: bool = False
+        self,
+        model: CudaModel,
+        cache: CudaKvCache,
+        states: DeltaNetStates,
+        kernels: Kernels,
+        most: int | None = None,
+        record: bool = False,
     ) -> None:
-        self._model, self._cache, self._kernels = model, cache, kernels
+        self._model, self._cache, self._states, self._kernels = model, cache, states, kernels
+        self._cached = _cached_layers(model.architecture)
         matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
         matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
         decoded = model.layers[0].mlp.decoded
@@ -233,19 +252,22 @@ class Prefill:
             # Groups of experts are launched one after the other, and short prompts wait for the launches.
             most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
         self._scratch = kernels.new_scratch(matrices, model.device, decoded, most)
-        self._longest = cache.filled_up if record else 0
+        self._longest = cache.filled_up if record and not states.blocks else 0
         self._prompts: dict[tuple[int, int, int], _FilledUp] = {}  # by positions, sequence and room
         self._memory = (kernels.new_stream(), kernels.new_graph_pool()) if self._longest else None
 
     def run(self, ids: Tensor, sequence: int) -> Tensor:
         """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,
         before the output norm: float32 [S, hidden], which lasts until the next run."""
+        self._states.check(self._cache.lengths, [sequence])
+        self._states.begin_prefill(sequence)
         size = next((size for size in FILLED_UP if len(ids) <= size <= self._longest), None)
         if size is None or self._cache.lengths[sequence]:
             hidden = self._blocks(ids, sequence)
         else:
             hidden = self._short(ids, size, sequence)
         self._cache.advance(len(ids), sequence)
+        self._states.prefilled(sequence, self._cache.lengths[sequence])
         return hidden
 
     def _short(self, ids: Tensor, size: int, sequence: int) -> Tensor:
@@ -306,13 +328,18 @@ class Prefill:
         return x
 
     def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
-        """Append q, k and v to the cache. Returns attention's outputs: float32 [S, heads * head_dim]."""
+        """Append q, k and v to the cache, or go on with a state. Returns what attn_out takes: float32 [S, columns]."""
         layer = self._model.layers[number]
-        qkv = self._product(layer, "attn_in", x)
+        qkv, delta_net = self._product(layer, "attn_in", x), self._states.blocks.get(number)
+        if delta_net is not None:
+            return self._kernels.delta_prefill(delta_net, qkv, x, self._cache.lengths[sequence], sequence)
         if layer.row_norms is not None:
             qkv = self._kernels.norm_prefill_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
-        q = self._cache.append(number, qkv, sequence)
-        return self._cache.attend(number, q, sequence)
+        cached, mixer = self._cached[number], self._model.architecture.blocks[number].mixer
+        q = self._cache.append(cached, qkv, sequence)
+        attended = self._cache.attend(cached, q, sequence)
+        gated = isinstance(mixer, Attention) and mixer.gated
+        return attended * _gates(qkv, self._model.architecture) if gated else attended
 
     def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
@@ -327,3 +354,18 @@ class Prefill:
     def _product(self, layer: CudaLayer, name: str, x: ScaledFp16) -> Product:
         site = layer.attention[name]
         return self._kernels.multiply(site.matrix, x, self._scratch, site.dense.bias)
+
+
+def _cached_layers(architecture: Architecture) -> dict[int, int]:
+    """The number that each layer with keys and values has among those."""
+    return {layer: number for number, layer in enumerate(architecture.attention_layers)}
+
+
+def _gates(qkv: Product, architecture: Architecture) -> Tensor:
+    """What the outputs of attention are multiplied by: float32 [S, heads * head_dim]."""
+    heads, head_dim = architecture.heads, architecture.head_dim
+    of_heads = qkv.part(0, 2 * heads * head_dim)
+    rows = of_heads.sums * (of_heads.factor * of_heads.inverse)[:, None]
+    rows = rows if of_heads.bias is None else rows + of_heads.bias
+    gates: Tensor = torch.unflatten(rows, 1, (heads, 2, head_dim))[:, :, 1]
+    return gates.flatten(1).sigmoid()

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
-from sparsepack.runtime.cuda.decoder.buffers import FilledUp, Launch, MlpPrompt, MlpStep
+from sparsepack.runtime.cuda.decoder.buffers import FilledUp, Launch, MlpPrompt, MlpStep, first_numbers
 from sparsepack.runtime.cuda.decoder.sites import (
     CudaExpertsSite,
     CudaSite,
@@ -99,8 +99,7 @@ class DenseMlp:
         of, into = step.of, self.sites["mlp_in"]
         of_product, of_input = _activations(into.matrix, step.activation)
         plain = self.numbers == self.sites["mlp_mid"].matrix.columns and of_input is not None
-        numbers = self.numbers  # of other blocks' MLPs there may be twice as many, gate and up
-        inner = of.mid.view(-1)[: of.mid.numel() // of.mid.shape[-1] * numbers].view(*of.mid.shape[:-1], numbers)
+        inner = first_numbers(of.mid, self.numbers)  # of other blocks there may be twice as many, gate and up
         yield step.product("mlp_in", into, step.input, inner, activation=of_product)
         mid = Input(inner, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input, plain=plain)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)

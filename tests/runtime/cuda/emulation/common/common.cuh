@@ -25,6 +25,7 @@ typedef unsigned long long u64;
 #define __global__
 #define __launch_bounds__(...)
 #define __shared__ static
+#define __align__(bytes) __attribute__((aligned(bytes)))
 #define __restrict__
 
 struct float2 {

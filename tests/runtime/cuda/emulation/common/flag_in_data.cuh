@@ -6,3 +6,8 @@
 #include "common/common.cuh"
 
 inline void ll_store(float* p, float x) { *p = x; }
+
+template <int COUNT, typename At>
+inline void ll_wait(float (&values)[COUNT], At at) {
+    for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? *at(i) : 0;
+}

@@ -1,0 +1,241 @@
+"""Gated delta nets on the GPU, and the states that they keep in place of keys and values
+(`kernels/attention/delta_net.cuh`)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from sparsepack.errors import UserError
+from sparsepack.models.blocks import DeltaNet
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
+from sparsepack.runtime.cuda.products.zigzag_products import Input
+from sparsepack.runtime.decoder import load_vector
+
+STEP_THREADS = 512
+RULE_THREADS, RULE_COLUMNS = 128, 32
+"""A block of `delta_rule` has so many threads, which have so many columns of a state together."""
+TASKS = 8
+"""Warps of a block of the other kernels of prefill."""
+MOST_DIM = 256
+MOST_HIDDEN = 32 * STEP_THREADS
+
+
+@dataclass(frozen=True)
+class DeltaNetParameters:
+    """A block's gated delta net, and what it keeps of B sequences (`kernels/attention/delta_net.cuh`).
+
+    gates    -- float32 [2 value_heads, hidden]: of beta, then of the decay
+    taps     -- float32 [channels, taps]
+    rate     -- float32 [value_heads]; dt_bias: [value_heads]
+    norm     -- float32 [value_dim], of outputs
+    eps      -- of this norm, and of that of what attn_in takes
+    state    -- float32 [2, B, value_heads, value_dim, key_dim]
+    inputs   -- float32 [B, taps, channels]
+    """
+
+    mixer: DeltaNet
+    gates: Tensor
+    taps: Tensor
+    rate: Tensor
+    dt_bias: Tensor
+    norm: Tensor
+    eps: float
+    state: Tensor
+    inputs: Tensor
+
+    @property
+    def width(self) -> int:
+        """Rows of attn_in."""
+        return self.mixer.channels + self.mixer.values
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        m = self.mixer
+        values = {
+            "KEY_DIM": m.key_dim,
+            "VALUE_DIM": m.value_dim,
+            "RATIO": m.value_heads // m.key_heads,
+            "TAPS": m.taps,
+        }
+        return tuple(f"{name}={value}" for name, value in values.items())
+
+
+def delta_net_parameters(
+    mixer: DeltaNet, of: Mapping[str, Tensor], eps: float, sequences: int, device: torch.device
+) -> DeltaNetParameters:
+    """A block's gated delta net on a GPU, with room for its states. of: `PackedLayer.delta_net`.
+
+    Raises `UserError` for heads, or a hidden state, that the kernels do not know.
+    """
+    hidden = of["delta_beta"].shape[1]
+    if max(mixer.key_dim, mixer.value_dim) > MOST_DIM or hidden > MOST_HIDDEN:
+        raise UserError(
+            f"gated delta nets with heads of {mixer.key_dim} and {mixer.value_dim} channels, {hidden} wide: the cuda "
+            f"backend runs up to {MOST_DIM}, {MOST_HIDDEN} wide; use the reference backend"
+        )
+    shape = mixer.value_heads, mixer.value_dim, mixer.key_dim
+    return DeltaNetParameters(
+        mixer,
+        gates=torch.cat([of["delta_beta"], of["delta_alpha"]]).to(device, torch.float32).contiguous(),
+        taps=of["delta_conv"].to(device, torch.float32).contiguous(),
+        rate=load_vector(of["delta_a_log"].float().exp(), device),
+        dt_bias=load_vector(of["delta_dt_bias"], device),
+        norm=load_vector(of["delta_norm"], device),
+        eps=float(eps),
+        state=torch.zeros(2, sequences, *shape, device=device),
+        inputs=torch.zeros(sequences, mixer.taps, mixer.channels, device=device),
+    )
+
+
+def delta_step(
+    of: DeltaNetParameters,
+    rows: Tensor,
+    x: Input,
+    positions: Tensor,
+    out: Tensor,
+    *,
+    flag_in_data: bool = False,
+) -> None:
+    """Put a gated delta net of one new position per sequence on the current stream.
+
+    rows         -- float32 [B, width]: what attn_in left
+    x            -- what attn_in took: x [B, hidden] with its norm
+    positions    -- int32 [B], as `attention.attend` takes them; those at 0 begin with zeros
+    out          -- float32 [B, value_heads * value_dim]
+    flag_in_data -- rows are in words of `driver/memory.py`: read as soon as they are stored, and where the input says
+                    so x, too; out may be read so in any case
+
+    Raises `ValueError` for shapes that do not fit.
+    """
+    m, hidden = of.mixer, of.gates.shape[1]
+    sequences = of.inputs.shape[0]
+    expected = {"rows": (rows, of.width), "x": (x.x, hidden), "out": (out, m.values)}
+    for name, (tensor, width) in expected.items():
+        if tensor.numel() != sequences * width or not tensor.is_contiguous():
+            raise ValueError(f"{name} {list(tensor.shape)}: expected contiguous {[sequences, width]}")
+    if x.norm is None:
+        raise ValueError("x without a norm: a block with a gated delta net norms what attn_in takes")
+    defines = (
+        *of.defines,
+        f"ROUNDS={-(-hidden // STEP_THREADS)}",
+        f"FLAG_IN_DATA={int(flag_in_data)}",
+        f"X_IN_DATA={int(flag_in_data and x.flag_in_data)}",
+    )
+    launch(
+        kernel("delta_step", "delta_step", defines, rows.device.index or 0),
+        (m.value_heads, sequences),
+        STEP_THREADS,
+        *(rows, x.x, hidden, x.norm, of.eps, of.gates, of.taps, of.rate, of.dt_bias, of.norm),
+        *(positions, of.state, of.inputs, out),
+    )
+
+
+def delta_prefill(of: DeltaNetParameters, rows: Product, x: ScaledFp16, first: int, sequence: int = 0) -> Tensor:
+    """A gated delta net of the positions first .. first + S - 1 of a sequence.
+
+    rows -- [S, width]: what attn_in gives; x: what it takes
+
+    Returns float32 [S, value_heads * value_dim].
+    """
+    m, count, device = of.mixer, len(rows.sums), rows.sums.device
+    out = torch.empty(count, m.values, device=device)
+    if not count:
+        return out
+    mixed = torch.empty(count, m.channels, device=device)
+    factors = torch.empty(count, 2 * m.value_heads + m.key_heads, device=device)
+    logits = x.values.float() @ of.gates.t()
+    product = (rows.sums, rows.factor, rows.inverse, rows.bias)
+    inputs, state = of.inputs[sequence], of.state[:, sequence]
+    before = state[first % 2] if first else None
+    tasks = m.key_heads + m.value_heads + -(-m.value_heads // 32)
+    index = device.index or 0
+    launch(
+        kernel("delta_prefill", "delta_inputs", of.defines, index),
+        (count, -(-tasks // TASKS)),
+        32 * TASKS,
+        *(*product, of.taps, inputs, first, m.value_heads, logits, x.factor, of.rate, of.dt_bias, mixed, factors),
+    )
+    launch(
+        kernel("delta_prefill", "delta_rule", of.defines, index),
+        (-(-m.value_dim // RULE_COLUMNS), m.value_heads),
+        RULE_THREADS,
+        *(mixed, factors, count, before, state[(first + count) % 2], out),
+    )
+    launch(
+        kernel("delta_prefill", "delta_outputs", of.defines, index),
+        (count, -(-m.value_heads // TASKS)),
+        32 * TASKS,
+        *(*product, of.norm, of.eps, m.value_heads, first, inputs, out),
+    )
+    return out
+
+
+@dataclass
+class _Known:
+    """What is known of a sequence's states: they are those after so many tokens; before: the other half of `state` has
+    those after one token less."""
+
+    tokens: int = 0
+    before: bool = False
+
+
+class DeltaNetStates:
+    """The states of the blocks of a model that have a gated delta net, for one sequence or several.
+
+    A state after p tokens lies in half p modulo 2 of `state`, so a step that is forgotten leaves that of before, and
+    the last inputs of the convolution lie by position.
+
+    blocks -- number of a block -> its parameters
+    """
+
+    def __init__(self, blocks: Mapping[int, DeltaNetParameters], sequences: int) -> None:
+        self.blocks = blocks
+        self._known = [_Known() for _ in range(sequences)]
+
+    def check(self, lengths: Sequence[int], sequences: Sequence[int]) -> None:
+        """Raise `UserError` where what is kept of a sequence is not its state after all of its tokens: a state cannot
+        forget some."""
+        for sequence in sequences if self.blocks else ():
+            known, length = self._known[sequence], lengths[sequence]
+            if not length:
+                self._known[sequence] = _Known()
+            elif known.tokens != length:
+                of = f"after {known.tokens} tokens" if known.tokens >= 0 else "of an interrupted text"
+                raise UserError(
+                    f"the state of sequence {sequence} is that {of}, {length} are in the context; begin the sequence "
+                    "anew"
+                )
+
+    def begin_prefill(self, sequence: int) -> None:
+        """A prefill begins, which may be interrupted between two blocks."""
+        self._known[sequence] = _Known(-1)
+
+    def prefilled(self, sequence: int, length: int) -> None:
+        """A sequence has become this long by a prefill."""
+        self._known[sequence] = _Known(length)
+
+    def stepped(self, sequence: int, length: int) -> None:
+        """A step has appended the last of so many tokens."""
+        self._known[sequence] = _Known(length, True)
+
+    def stood_still(self, sequence: int, length: int) -> None:
+        """A step of other sequences has computed a token after so many of this one, which is forgotten."""
+        known = self._known[sequence]
+        kept = known.tokens == length or (known.tokens == length + 1 and known.before)
+        self._known[sequence] = _Known(length if kept else -1)
+
+    def recorded(self) -> None:
+        """A step was recorded, which computed a token after all of each sequence."""
+        for known in self._known:
+            known.before = False
+
+    def copy(self, source: int, to: int) -> None:
+        """Let a sequence have the states of another."""
+        for of in self.blocks.values():
+            of.state[:, to].copy_(of.state[:, source])
+            of.inputs[to].copy_(of.inputs[source])
+        known = self._known[source]
+        self._known[to] = _Known(known.tokens, known.before)
