@@ -122,6 +122,11 @@ SMALL: dict[str, dict[str, Any]] = {
     "helium": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
     "cwm": {"num_key_value_heads": 2, "bos_token_id": 0, "head_dim": 64, "sliding_window": 24, "pad_token_id": 0},
     "arcee": {"num_key_value_heads": 2},
+    "nemotron": {
+        "num_key_value_heads": 2,
+        "tie_word_embeddings": False,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
     "ministral3": {
         "num_key_value_heads": 2,
@@ -302,7 +307,10 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
     **{family: {} for family in ("gemma", "hyperclovax", "lfm2", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
-    **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "seed_oss", "ministral3")},
+    **{
+        family: {}
+        for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "nemotron", "seed_oss", "ministral3")
+    },
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 UNLIKE = ("qwen2", "gemma3_text", "gemma4_text", "lfm2", "granite", "phi3", "smollm3", "qwen3_5_text")

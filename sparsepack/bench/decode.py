@@ -33,7 +33,8 @@ site that is not named is wholly active."""
 def parameters(packed: PackedModel) -> int:
     """The model's parameters: logical weights, norms and biases; a tied output matrix counts once."""
     matrices = [packed.embedding] + ([] if packed.architecture.tied else [packed.output])
-    count = packed.output_norm.numel() + sum(matrix.weights for matrix in [*matrices, *packed.bases.values()])
+    bias = 0 if packed.output_norm_bias is None else packed.output_norm_bias.numel()
+    count = bias + packed.output_norm.numel() + sum(matrix.weights for matrix in [*matrices, *packed.bases.values()])
     for layer in packed.layers:
         count += sum(matrix.weights for matrix in layer.matrices.values())
         count += sum(tensor.numel() for tensor in layer.mlp.always)
@@ -71,7 +72,7 @@ def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = 
 
 
 def _always_read(packed: PackedModel) -> int:
-    tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm]
+    tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm, packed.output_norm_bias]
     tensors += [basis.blocks for basis in packed.bases.values()]
     for layer in packed.layers:
         tensors += [*layer.norms.values(), *layer.always]

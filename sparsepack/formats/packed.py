@@ -234,7 +234,8 @@ Mlp = DenseMlp | NeuronMlp | ExpertMlp
 @dataclass(frozen=True)
 class PackedLayer:
     """One decoder block: the sites of its attention, the norms that it has (of attn_norm, mlp_norm, attn_post_norm,
-    mlp_post_norm, q_norm, k_norm, q_row_norm, k_row_norm) as float32, and its MLP.
+    mlp_post_norm, q_norm, k_norm, q_row_norm, k_row_norm, q_a_norm, kv_a_norm) as float32, and its MLP.
+    Where norms are LayerNorm, there are their biases, too, as attn_norm_bias and mlp_norm_bias.
 
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
              it stays in the basis that it has
@@ -288,6 +289,8 @@ class PackedLayer:
             f"{module}.weight": partial(_same, self.norms[name] - family.norm_offset)
             for name, module in family.norms.items()
         }
+        biases = {name: f"{name}_bias" for name in family.norms if f"{name}_bias" in self.norms}
+        norms |= {f"{family.norms[name]}.bias": partial(_same, self.norms[bias]) for name, bias in biases.items()}
         if self.delta_net and family.state is not None:
             names = family.state.tensors
             norms |= {names[name]: partial(_same, value) for name, value in self.delta_net.items()}
@@ -322,6 +325,7 @@ class PackedModel:
     tool_template -- the same where there are tools; None: `chat_template`
     special_tokens -- the texts of the tokenizer's, by the names that templates have for them; empty: the file is of a
                      version that kept none
+    output_norm_bias -- float32 [hidden], where norms are LayerNorm; None: they are not
     generation    -- how its makers would have tokens chosen, fields of `runtime.options.GenerateOptions`; empty: they
                      do not say, or the likeliest each time
     """
@@ -339,12 +343,18 @@ class PackedModel:
     special_tokens: Mapping[str, Any] = field(default_factory=dict)
     generation: Mapping[str, float] = field(default_factory=dict)
     attention: SparseAttention | None = None
+    output_norm_bias: Tensor | None = None
 
     @property
     def scaled_output_norm(self) -> Tensor:
         """The weight of the last norm, by which logits have the model's scale."""
         scale = self.architecture.logit_scale
         return self.output_norm if scale == 1 else self.output_norm * scale
+
+    @property
+    def scaled_output_norm_bias(self) -> Tensor | None:
+        """What the last norm adds, likewise; None: nothing."""
+        return None if self.output_norm_bias is None else self.output_norm_bias * self.architecture.logit_scale
 
     def named_tokens(self, tokenizer: Tokenizer) -> Mapping[str, Any]:
         """`special_tokens`, or what is known of them without: the architecture's BOS and first EOS."""

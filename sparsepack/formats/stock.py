@@ -213,6 +213,8 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
         HEAD: lambda: decode_matrix(packed.output),
         family.last_norm: lambda: packed.output_norm - family.norm_offset,
     }
+    if (bias := packed.output_norm_bias) is not None:
+        makers[family.last_norm_bias] = lambda: bias
     for index, layer in enumerate(packed.layers):
         prefix = f"model.layers.{index}"
         names = packed.architecture.family(index)

@@ -135,13 +135,14 @@ class Architecture:
             )
 
         dense = Mlp(self.dense_intermediate, self.activation, family.gated)
-        before, after, scaled = (
+        before, after, scaled, centred = (
             "attn_norm" in family.norms,
             "attn_post_norm" in family.norms,
             bool(family.layer_scalar),
+            family.layer_norms,
         )
         return tuple(
-            Block(mixer(layer, window), dense if layer in self.dense_layers else mlp, before, after, scaled)
+            Block(mixer(layer, window), dense if layer in self.dense_layers else mlp, before, after, scaled, centred)
             for layer, window in enumerate(self.sliding_windows)
         )
 

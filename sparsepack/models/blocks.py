@@ -250,6 +250,7 @@ class Block:
     norms_before -- whether attention and MLP read the RMSNorm of x
     norms_after  -- whether the RMSNorm of what they make is added
     scaled       -- whether x is multiplied by a number of the block's in the end
+    layer_norms  -- whether norms are LayerNorm in place of RMSNorm: the mean is subtracted first, and a bias added last
     """
 
     mixer: Attention | DeltaNet | ShortConv
@@ -257,6 +258,7 @@ class Block:
     norms_before: bool = True
     norms_after: bool = False
     scaled: bool = False
+    layer_norms: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from sparsepack.models import (
     lfm,
     llama,
     mixture,
+    nemotron,
     olmo,
     opt,
     phi,
@@ -29,7 +30,23 @@ from sparsepack.models import (
 )
 from sparsepack.models.family import Family, ResidualStream, TextPart
 
-_MODULES = (llama, qwen, qwen_next, phi, gemma, granite, olmo, exaone, glm, opt, mixture, gpt_oss, lfm, deepseek)
+_MODULES = (
+    llama,
+    qwen,
+    qwen_next,
+    phi,
+    gemma,
+    granite,
+    olmo,
+    exaone,
+    glm,
+    opt,
+    mixture,
+    gpt_oss,
+    lfm,
+    deepseek,
+    nemotron,
+)
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {family.model_type: family for module in _MODULES for family in module.FAMILIES}
 )

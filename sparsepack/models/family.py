@@ -386,6 +386,7 @@ class Family:
                       of a site fused has one projection there, whose rows are the same
     norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add,
                       `q_row_norm` and `k_row_norm` the queries and keys of all heads together
+    layer_norms    -- norms of the stream subtract the mean first, and add the bias of their module last
     norm_offset    -- what is added to the weights of norms before they multiply
     gguf           -- what llama.cpp knows of it; None: nothing
     rotary         -- which channels of a head the stock model turns together
@@ -448,6 +449,7 @@ class Family:
     activation: str = ""
     unpackable: str = ""
     norm_offset: float = 0.0
+    layer_norms: bool = False
     attention: Literal["sdpa", "eager"] = "sdpa"
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     local_rotary: bool = False
@@ -622,6 +624,11 @@ class Family:
     def last_norm(self) -> str:
         """The name of the last norm's tensor."""
         return f"{self.backbone}.{self.after[-1]}.weight"
+
+    @property
+    def last_norm_bias(self) -> str:
+        """The name of that norm's bias, of a family that has `layer_norms`."""
+        return f"{self.backbone}.{self.after[-1]}.bias"
 
     @property
     def decoder(self) -> str:

@@ -40,6 +40,7 @@ ROUTERS = "routers of sigmoids or groups, or that scale what experts give"
 DENSE_BLOCKS = "dense MLPs beside mixtures of experts"
 SHORT_CONVS = "short convolutions in place of attention"
 ATTENTION_GATES = "attention with an output gate"
+LAYER_NORMS = "norms that subtract the mean"
 HEAD_SIZES = "heads of two sizes"
 VALUE_NORMS = "normed values, or keys in their place"
 LAYER_SCALARS = "scaled layers"
@@ -64,6 +65,7 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         DELTA_NETS: lambda a, context: a.delta_net is not None,
         SHORT_CONVS: lambda a, context: bool(a.conv_layers),
         ATTENTION_GATES: lambda a, context: a.gated_attention,
+        LAYER_NORMS: lambda a, context: a.blocks[0].layer_norms,
         HEAD_SIZES: lambda a, context: bool(a.global_heads),
         VALUE_NORMS: lambda a, context: any(
             isinstance(of.mixer, Attention) and (of.mixer.value_norm or of.mixer.k_eq_v) for of in a.blocks
@@ -196,7 +198,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 pads_tails=True,
                 traits=frozenset(TRAITS)
                 - {SHORT_CONVS, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS}
-                - {LATENTS, ROUTERS, DENSE_BLOCKS},
+                - {LATENTS, ROUTERS, DENSE_BLOCKS, LAYER_NORMS},
             ),
             Backend(
                 "metal",

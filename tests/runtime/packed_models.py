@@ -267,6 +267,11 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
             },
         },
     },
+    "nemotron, LayerNorm, without a gate": {
+        "model_type": "nemotron",
+        "head_dim": 12,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+    },
     "arcee, without a gate": {"model_type": "arcee", "mlp_bias": True, "head_dim": 8},
     "seed_oss, biases": {"model_type": "seed_oss", "head_dim": 16, "attention_bias": True, "attention_out_bias": True},
     "ministral3, yarn": {
@@ -381,6 +386,12 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         row_scale = 0.5 + torch.rand(len(stacked), generator=generator) if row_scales else None
         return PackedSite(PackedMatrix(blocks, zigzag_order, *stacked.shape, tail, row_scale), bias, None, parts)
 
+    def norms_of(layer: int) -> dict[str, Tensor]:
+        names = {name: f"model.layers.{layer}.{of}" for name, of in family.at(config, layer).norms.items()}
+        found = {name: weight(f"{module}.weight") for name, module in names.items()}
+        biased = names if family.layer_norms else {}
+        return found | {f"{name}_bias": weight(f"{module}.bias") for name, module in biased.items()}
+
     def delta_net(layer: int) -> dict[str, Tensor]:
         names = family.state
         if names is None or family.at(config, layer) is family:
@@ -426,7 +437,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     layers = tuple(
         layer_of(
             sites_of(i),
-            {name: weight(f"model.layers.{i}.{of}.weight") for name, of in family.at(config, i).norms.items()},
+            norms_of(i),
             None if family.experts_of(i) is None else experts(f"model.layers.{i}"),
             weight(f"model.layers.{i}.{family.sinks}") if family.sinks else None,
             delta_net(i),
@@ -440,6 +451,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         layers=layers,
         embedding=embedding,
         output_norm=weight(family.last_norm),
+        output_norm_bias=weight(family.last_norm_bias) if family.layer_norms else None,
         output=embedding if config.tie_word_embeddings else by_rows("lm_head.weight", "BF16"),
         config_json=config.to_json_string(),
         tokenizer_json="{}",

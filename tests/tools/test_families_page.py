@@ -67,10 +67,7 @@ def test_statistics_and_thresholds_are_those_of_the_row(both: tuple[Checkpoint, 
     [
         "falcon",
         "dots1",
-        *(
-            pytest.param(name, marks=pytest.mark.long)
-            for name in ("gpt_neox", "starcoder2", "nemotron", "jamba", "phi")
-        ),
+        *(pytest.param(name, marks=pytest.mark.long) for name in ("gpt_neox", "starcoder2", "jamba", "phi")),
         *(pytest.param(name, marks=pytest.mark.long) for name in ("youtu", "qwen3_next", "lfm3", "nemotron_h")),
     ],
 )

@@ -109,12 +109,16 @@ class ZigzagArtifact(GgufArtifact):
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         if name == "output_norm.weight":
             return checkpoint.norm(checkpoint.family.last_norm)
+        if name == "output_norm.bias":
+            return checkpoint.tensor(checkpoint.family.last_norm_bias)
         if name in _OUTSIDE:
             return checkpoint.tensor(_OUTSIDE[name])
         block, layer, what, part = (*name.split("."), "", "", "")[:4]
         if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return None
         family = checkpoint.family_at(int(layer))
+        if what in family.norms and part == "bias":
+            return checkpoint.tensor(f"model.layers.{layer}.{family.norms[what]}.bias")
         if what in family.norms:
             return checkpoint.norm(f"model.layers.{layer}.{family.norms[what]}.weight")
         if family.state is not None and what in family.state.tensors:

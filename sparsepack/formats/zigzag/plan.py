@@ -30,6 +30,7 @@
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
                                                            attn_post_norm, mlp_post_norm
     output_norm.weight             [hidden]                F32
+    output_norm.bias               [hidden]                F32, where norms are LayerNorm, as blk.I.attn_norm.bias
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
 
 `general.architecture` is "sparsepack", which no other program runs by mistake; every tensor is a valid one of its type,
@@ -206,12 +207,16 @@ def _groups(
             yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
         for name, module in checkpoint.family_at(layer).norms.items():
             yield _norm(checkpoint, f"blk.{layer}.{name}.weight", f"model.layers.{layer}.{module}.weight")
+            if checkpoint.family.layer_norms:
+                yield _in_f32(checkpoint, f"blk.{layer}.{name}.bias", f"model.layers.{layer}.{module}.bias")
         for stored, source in ((SINKS, checkpoint.family.sinks), (SCALAR, checkpoint.family.layer_scalar)):
             if source:
                 yield _in_f32(checkpoint, f"blk.{layer}.{stored}", f"{checkpoint.family.block(layer)}.{source}")
         yield from _planned_delta_net(checkpoint, architecture, layer)
         yield from block(architecture, layer)
     yield _norm(checkpoint, "output_norm.weight", checkpoint.family.last_norm)
+    if checkpoint.family.layer_norms:
+        yield _in_f32(checkpoint, "output_norm.bias", checkpoint.family.last_norm_bias)
     if "output.weight" in embedding:
         yield matrix("output.weight", HEAD, embedding["output.weight"])
 

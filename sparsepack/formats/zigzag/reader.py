@@ -187,6 +187,8 @@ class ModelReader:
         embedding = self.embedding("token_embd.weight")
         output = embedding if architecture.tied else self.embedding("output.weight")
         output_norm = self.vector("output_norm.weight", architecture.hidden)
+        centred = architecture.blocks[-1].layer_norms
+        output_norm_bias = self.vector("output_norm.bias", architecture.hidden) if centred else None
         if self.left:
             raise self.wrong(f"the tensor {min(self.left)} is not understood ({len(self.left)} such tensors)")
         return PackedModel(
@@ -194,6 +196,7 @@ class ModelReader:
             layers=layers,
             embedding=embedding,
             output_norm=output_norm,
+            output_norm_bias=output_norm_bias,
             output=output,
             config_json=self._config(),
             tokenizer_json=self.text(OWN_TOKENIZER),
@@ -265,9 +268,13 @@ class ModelReader:
         return PackedExpertsSite(matrix, rule, parts, decode_matrix(bias).clone())
 
     def norms(self, layer: int) -> dict[str, Tensor]:
-        """The norms of a block."""
-        widths = norm_widths(self.architecture, layer)
-        return {name: self.vector(f"blk.{layer}.{name}.weight", width) for name, width in widths.items()}
+        """The norms of a block, and their biases where they have any."""
+        widths, found = norm_widths(self.architecture, layer), dict[str, Tensor]()
+        for name, width in widths.items():
+            found[name] = self.vector(f"blk.{layer}.{name}.weight", width)
+            if self.architecture.blocks[layer].layer_norms:
+                found[f"{name}_bias"] = self.vector(f"blk.{layer}.{name}.bias", width)
+        return found
 
     def sites(self, layer: int, names: Sequence[str]) -> dict[str, PackedSite]:
         """Some sites of a block."""

@@ -55,6 +55,8 @@ class OperationsDecoder:
         self._threads = threads
         self._layers = [load_layer(layer, operations, device) for layer in packed.layers]
         self._output_norm = packed.scaled_output_norm.to(device)
+        bias = packed.scaled_output_norm_bias
+        self._output_norm_bias = None if bias is None else bias.to(device)
         self._output = operations.load_rows(packed.output, device)
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
@@ -178,11 +180,11 @@ class OperationsDecoder:
             controlled.end_step(sequences, scales)
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
-        return reference.rms_norm(x, self._output_norm, eps)
+        return reference.norm(x, self._output_norm, self._output_norm_bias, eps)
 
     def _norm(self, layer: LoadedLayer, name: str, x: Tensor) -> Tensor:
-        """RMSNorm(x) by one of a block's norms."""
-        return reference.rms_norm(x, layer.norms[name], self._architecture.norm_eps)
+        """RMSNorm(x), or LayerNorm(x), by one of a block's norms."""
+        return reference.norm(x, layer.norms[name], layer.norms.get(f"{name}_bias"), self._architecture.norm_eps)
 
     def _mixed(self, number: int, x: Tensor, mode: Mode, sequences: Sequence[int], scales: StepScales | None) -> Tensor:
         """What a block's mixer adds."""

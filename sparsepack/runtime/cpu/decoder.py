@@ -178,7 +178,7 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         logit_cap=a.logit_cap,
     )
     for block, layer in zip(a.blocks, packed.layers, strict=True):
-        builder.add_layer(*(vector(layer.norms[name] if name in block.norms else None) for name in _NORMS))
+        builder.add_layer(*(_norm(layer.norms, name) if name in block.norms else None for name in _NORMS))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
         if layer.scalar is not None:
@@ -199,10 +199,19 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, BLOCKS[packed.embedding.format.block].gguf
     )
-    builder.set_output(load_rows(packed.output), vector(packed.scaled_output_norm))
+    builder.set_output(load_rows(packed.output), _with_bias(packed.scaled_output_norm, packed.scaled_output_norm_bias))
     for of_one in cache.native:
         builder.add_cache(of_one)
     return builder
+
+
+def _norm(norms: Mapping[str, Tensor], name: str) -> Any:
+    return _with_bias(norms[name], norms.get(f"{name}_bias"))
+
+
+def _with_bias(weight: Tensor, bias: Tensor | None) -> Any:
+    """The weights of a norm as native/decoder/decoder.h has them: of LayerNorm with its bias behind."""
+    return vector(weight if bias is None else torch.cat([weight, bias]))
 
 
 def _add_delta_net(builder: Any, mixer: DeltaNet, of: Mapping[str, Tensor]) -> None:

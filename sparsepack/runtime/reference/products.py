@@ -267,6 +267,13 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps) * weight
 
 
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """LayerNorm where there is a bias, whose mean is subtracted first, else `rms_norm`; as that."""
+    if bias is None:
+        return rms_norm(x, weight, eps)
+    return rms_norm(x - x.mean(-1, keepdim=True), weight, eps) + bias
+
+
 @dataclass(frozen=True)
 class Neurons:
     """Decoded neuron records, float32 [neurons, hidden] each: rows of up, None without gates, and columns of down."""

@@ -115,7 +115,10 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         size_t experts = layer.experts ? size_t(layer.experts->stored()) : 1;
         check_site(layer.sites[MLP_MID], s.hidden, width, name + " mlp_mid", experts);
     }
-    for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm, &layer.attn_post_norm, &layer.mlp_post_norm})
+    for (const auto* norm : {&layer.attn_norm, &layer.mlp_norm})
+        expect(norm->empty() || norm->size() == size_t(s.hidden) || norm->size() == 2 * size_t(s.hidden),
+               name + ": norm of another length");
+    for (const auto* norm : {&layer.attn_post_norm, &layer.mlp_post_norm})
         expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
     expect(layer.q_row_norm.empty() == layer.k_row_norm.empty(), name + ": queries or keys normed, not both");
     if (!layer.q_row_norm.empty())
@@ -137,7 +140,8 @@ void check_model(const Model& m) {
     expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
-    expect(m.output_norm.size() == size_t(s.hidden), "output norm of another length");
+    expect(m.output_norm.size() == size_t(s.hidden) || m.output_norm.size() == 2 * size_t(s.hidden),
+           "output norm of another length");
     attend = 0;
     for (size_t i = 0; i < m.layers.size(); ++i)
         check_layer(m.layers[i], s, m.layers[i].keeps_state() ? m.caches[0]->shape() : m.caches[0]->shape(attend++),

@@ -106,7 +106,8 @@ struct Latent {
 // Rows of mlp_in are those of the gate, then of up; without a gate of up alone, which then stands for both.
 struct Layer {
     Site sites[SITES];
-    std::vector<float> attn_norm, mlp_norm;            // of what they read; empty: they read it as it is
+    std::vector<float> attn_norm, mlp_norm;  // of what they read; empty: they read it as it is. [hidden], or of
+                                             // LayerNorm, which subtracts the mean, [2 hidden] with its bias
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
     std::vector<float> q_row_norm, k_row_norm;         // of queries and keys of all heads together; empty: likewise
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
@@ -129,7 +130,7 @@ struct Model {
     std::vector<Layer> layers;
     Rows embedding;                                // as decoder/embedding.h reads it
     Rows output;                                   // as the kernels read it
-    std::vector<float> output_norm;                // [hidden]
+    std::vector<float> output_norm;                // [hidden], or [2 hidden]
     std::vector<std::shared_ptr<KvCache>> caches;  // of each sequence, of one shape, empty; the decoder's from now on
     std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
 };
@@ -223,6 +224,7 @@ private:
 
     // decoder/products.cpp
     void norm(const float* x, const std::vector<float>& weight, float* y) const;
+    void layer_norm(const float* x, const float* weight, float* y) const;
     Input whole(int layer, int site, const float* x, int thread);
     Input select(int layer, int site, const float* x, bool sparse, int thread);
     void multiply(const Input& input);

@@ -15,8 +15,20 @@ constexpr int64_t MOST_READ_BY_ALL = 1 << 15;
 void Decoder::norm(const float* x, const std::vector<float>& weight, float* y) const {
     if (weight.empty())
         memcpy(y, x, s_.hidden * sizeof(float));
+    else if (weight.size() > size_t(s_.hidden))
+        layer_norm(x, weight.data(), y);
     else
         k_.rms_norm(x, weight.data(), s_.hidden, s_.eps, y);
+}
+
+// LayerNorm: weight [hidden], then bias [hidden]
+void Decoder::layer_norm(const float* x, const float* weight, float* y) const {
+    double sum = 0;
+    for (int32_t i = 0; i < s_.hidden; ++i) sum += x[i];
+    const float mean = float(sum / s_.hidden);
+    for (int32_t i = 0; i < s_.hidden; ++i) y[i] = x[i] - mean;
+    k_.rms_norm(y, weight, s_.hidden, s_.eps, y);
+    for (int32_t i = 0; i < s_.hidden; ++i) y[i] += weight[s_.hidden + i];
 }
 
 // The input of a dense product.

@@ -68,7 +68,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         add_to(x, mlp(number, normed, sparse, thread), layer.mlp_post_norm, thread);
         scale(number, 1, x);
     }
-    k_.rms_norm(x, model_.output_norm.data(), s_.hidden, s_.eps, normed);
+    norm(x, model_.output_norm, normed);
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
     cap_logits(logits, 1, thread);
 }
