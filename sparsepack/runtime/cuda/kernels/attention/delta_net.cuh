@@ -73,7 +73,7 @@ __device__ __forceinline__ void store_keys(float* row, const float (&x)[LANE_KEY
     if constexpr (VECTORS) {
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; i += 4)
-            *(float4*)(row + key_of(i)) = make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]);
+            __stcg((float4*)(row + key_of(i)), make_float4(x[i], x[i + 1], x[i + 2], x[i + 3]));  // in one piece
     } else {
 #pragma unroll
         for (int i = 0; i < LANE_KEYS; ++i)

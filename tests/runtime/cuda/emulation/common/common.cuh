@@ -126,6 +126,10 @@ template <typename T>
 inline T __ldg(const T* p) {
     return *p;
 }
+template <typename T>
+inline void __stcg(T* p, T x) {
+    *p = x;
+}
 template <typename To, typename From>
 inline To bits_as(From from) {
     To to;
