@@ -157,7 +157,9 @@ def test_progress_counts_windows_once_whatever_the_steps(checkpoint, monkeypatch
 
 @pytest.mark.parametrize("kind", ["zigzag-q4_k", "q4_k", "bf16"])
 def test_an_artifact_by_blocks_is_its_stock_model_bit_for_bit(checkpoint, tmp_path, kind):
-    if checkpoint.family.gguf is None and kind != "zigzag-q4_k":
+    of_delta_net = checkpoint.architecture.delta_net  # llama.cpp has one size for heads of keys and of values
+    unequal = of_delta_net is not None and of_delta_net.key_dim != of_delta_net.value_dim
+    if (checkpoint.family.gguf is None or unequal) and kind != "zigzag-q4_k":
         pytest.skip("llama.cpp does not hold it")
     path = pack(PackRequest(checkpoint.name, tmp_path / "m.gguf", format=kind)).path
     subject = open_subject(str(path))
