@@ -3,7 +3,8 @@ rotary embedding in the layers that have one alone."""
 
 from types import MappingProxyType
 
-from sparsepack.models.family import POST_NORM_PARTS, POST_NORMS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import POST_NORM_PARTS, POST_NORMS, LlamaCpp
 
 FAMILIES = (
     Family(

@@ -28,7 +28,8 @@ from sparsepack.models import (
     qwen,
     qwen_next,
 )
-from sparsepack.models.family import Family, ResidualStream, TextPart
+from sparsepack.models.family import Family
+from sparsepack.models.parts import ResidualStream, TextPart
 
 _MODULES = (
     llama,

@@ -6,9 +6,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from sparsepack.models.blocks import Multipliers, Rotary
+from sparsepack.models.parts import (
+    LATENT_NORMS,
+    LATENT_QUERIES,
+    NORMS,
+    PROJECTIONS,
+    STREAM,
+    DeltaNetNames,
+    Experts,
+    LearnedPositions,
+    LlamaCpp,
+    ResidualStream,
+    ShortConvNames,
+)
 
 SITES = ("attn_in", "attn_out", "mlp_in", "mlp_mid")
 """A site is where one hidden vector enters one or more projections of a decoder block; the sites stand in order of
@@ -28,260 +41,6 @@ ATTN_OUT = "attn_out"
 """The site whose channels are those of the attention heads' outputs, head by head."""
 MLP_MID = "mlp_mid"
 """The site whose channels are the neurons of the MLP."""
-
-
-@dataclass(frozen=True)
-class LearnedPositions:
-    """A table of vectors that are added to the embedding: its module, and the row of a text's first token."""
-
-    module: str
-    first: int
-
-
-@dataclass(frozen=True)
-class ResidualStream:
-    """The sites that read the residual stream and write to it, in a family whose norms divide the stream by its root
-    mean square and do no more. Such a stream may be written in any orthonormal basis (`models.checkpoint.rotated`).
-
-    readers -- site -> our name of the norm through which its projections read the stream
-    writers -- the sites whose outputs are added to the stream, which the embedding begins
-    last    -- the norm, a module of the backbone, through which the output matrix reads the stream
-    """
-
-    readers: Mapping[str, str]
-    writers: tuple[str, ...]
-    last: str
-
-
-@dataclass(frozen=True)
-class SharedExpert:
-    """An MLP with a gate that every token has beside the experts that are chosen, as much of it as the sigmoid of one
-    more product of the router's input says. Names are relative to a decoder block.
-
-    Everywhere but in the stock model it is so many experts more as it is as wide as one of the others; they stand after
-    these.
-
-    module -- that holds its projections, of the usual names
-    gate   -- the module whose `weight` is [1, hidden]; "": every token has all of it
-    width  -- the field of the configuration that says how wide it is
-    count  -- the field that says how many times as wide as the others it is, in place of that
-    """
-
-    module: str = "mlp.shared_expert"
-    gate: str = "mlp.shared_expert_gate"
-    width: str = "shared_expert_intermediate_size"
-    count: str = ""
-
-    @property
-    def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Its gate and up, and its down."""
-        return (f"{self.module}.gate_proj", f"{self.module}.up_proj"), (f"{self.module}.down_proj",)
-
-
-@dataclass(frozen=True)
-class DeltaNetNames:
-    """Blocks that have a gated delta net (`blocks.DeltaNet`) in place of attention. Names are relative to a decoder
-    block.
-
-    kind        -- what the configuration's `layer_types` call such a block
-    module      -- that holds it
-    projections -- site -> its projections: queries, keys and values in one, then what gates the output
-    gates       -- modules [value_heads, hidden] that read what enters attn_in and stay float32, like routers: beta, and
-                   what the decay is made of. They are few rows, and an error of a decay grows with the text
-    parameters  -- our name -> its parameter: convolution [channels, 1, taps], log of the decay's rate and bias of the
-                   decay [value_heads], RMSNorm of the output of each head [value_dim]
-    fields      -- of the configuration, in the order of `blocks.DeltaNet`
-    """
-
-    kind: str = "linear_attention"
-    module: str = "linear_attn"
-    projections: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: MappingProxyType(
-            {
-                "attn_in": ("linear_attn.in_proj_qkv", "linear_attn.in_proj_z"),
-                "attn_out": ("linear_attn.out_proj",),
-            }
-        )
-    )
-    gates: Mapping[str, str] = field(
-        default_factory=lambda: MappingProxyType(
-            {"delta_beta": "linear_attn.in_proj_b", "delta_alpha": "linear_attn.in_proj_a"}
-        )
-    )
-    parameters: Mapping[str, str] = field(
-        default_factory=lambda: MappingProxyType(
-            {
-                "delta_conv": "linear_attn.conv1d.weight",
-                "delta_a_log": "linear_attn.A_log",
-                "delta_dt_bias": "linear_attn.dt_bias",
-                "delta_norm": "linear_attn.norm.weight",
-            }
-        )
-    )
-    fields: tuple[str, ...] = (
-        "linear_num_key_heads",
-        "linear_num_value_heads",
-        "linear_key_head_dim",
-        "linear_value_head_dim",
-        "linear_conv_kernel_dim",
-    )
-
-    @property
-    def tensors(self) -> Mapping[str, str]:
-        """Our name -> its tensor, of all but the projections."""
-        return {**{name: f"{module}.weight" for name, module in self.gates.items()}, **self.parameters}
-
-
-@dataclass(frozen=True)
-class RouterNames:
-    """A router of another kind than the softmax of all logits (`blocks.Router`), by fields of the configuration.
-
-    sigmoid    -- whether scores are sigmoids
-    correction -- the parameter of each block, float32 [experts], that is added to scores to decide who is chosen
-    method     -- the field that says "greedy" where groups do not count
-    """
-
-    sigmoid: bool = False
-    correction: str = ""
-    method: str = ""
-    groups: str = "n_group"
-    groups_used: str = "topk_group"
-    scale: str = "routed_scaling_factor"
-
-
-@dataclass(frozen=True)
-class ShortConvNames:
-    """Blocks that have a gated short convolution (`blocks.ShortConv`) in place of attention. The fields are as of
-    `DeltaNetNames`; the parameter is the convolution [channels, 1, taps].
-
-    taps -- the field of the configuration that says how many positions it sees
-    """
-
-    kind: str = "conv"
-    module: str = "conv"
-    projections: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: MappingProxyType({"attn_in": ("conv.in_proj",), "attn_out": ("conv.out_proj",)})
-    )
-    gates: Mapping[str, str] = field(default_factory=dict)
-    tensors: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({"short_conv": "conv.conv.weight"}))
-    taps: str = "conv_L_cache"
-
-
-@dataclass(frozen=True)
-class Experts:
-    """MLPs that are mixtures of experts: a router chooses a few of them for each token, by the softmax of its logits.
-
-    The stock model holds them as parameters of one module, `GATE_UP` [experts, 2 * width, hidden], the gate's rows
-    first, and `DOWN` [experts, hidden, width]. Names are relative to a decoder block.
-
-    module     -- that holds them
-    router     -- the module whose `weight` is [experts, hidden]
-    stored     -- how a checkpoint names the module, which the stock model may call otherwise
-    parts      -- how a checkpoint names gate, up and down of one expert, within `stored` and the expert's number
-    count      -- the field of the configuration that says how many there are
-    normalised -- the field that says whether the weights of the chosen ones are made to add up to one; "": they are
-    dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
-                  them is where there are none
-    shared     -- the expert that all tokens have; None: there is none
-    biased     -- the router and both parameters have biases: `router`.bias [experts], and `GATE_UP` and `DOWN` with
-                  `_bias` behind, [experts, rows]
-    alternate  -- the stock model holds the parameters transposed, and gate and up row by row in turns: [experts,
-                  hidden, 2 * width]. Here they are as in other families (`checkpoint.experts.ordered_source`)
-    gated      -- whether they have a gate; without one the first parameter is `UP` [experts, width, hidden]
-    routing    -- how the router chooses; None: by the softmax of its logits
-    """
-
-    module: str
-    router: str
-    stored: str
-    parts: tuple[str, str, str]
-    count: str = "num_experts"
-    normalised: str = ""
-    dense: Mapping[str, Any] = field(default_factory=dict)
-    shared: SharedExpert | None = None
-    biased: bool = False
-    alternate: bool = False
-    gated: bool = True
-    routing: RouterNames | None = None
-
-    GATE_UP: ClassVar[str] = "gate_up_proj"
-    UP: ClassVar[str] = "up_proj"
-    DOWN: ClassVar[str] = "down_proj"
-
-    @property
-    def parameters(self) -> tuple[str, str]:
-        """The names of the two parameters: what stands at mlp_in, and what stands at mlp_mid."""
-        return f"{self.module}.{self.GATE_UP if self.gated else self.UP}", f"{self.module}.{self.DOWN}"
-
-
-PROJECTIONS = MappingProxyType(
-    {
-        "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-        "attn_out": ("self_attn.o_proj",),
-        "mlp_in": ("mlp.gate_proj", "mlp.up_proj"),
-        "mlp_mid": ("mlp.down_proj",),
-    }
-)
-NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
-QK_NORMS = MappingProxyType({**NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
-"""The modules of a block in most families, and where each head's queries and keys are normed."""
-
-LATENT_NORMS = ("q_a_norm", "kv_a_norm")
-"""Our names of the norms of latents: of queries, and of keys and values."""
-LATENT_QUERIES = "self_attn.q_proj"
-"""The projection that gives queries where they have no latent."""
-
-_STREAM = ResidualStream(
-    MappingProxyType({"attn_in": "attn_norm", "mlp_in": "mlp_norm"}), ("attn_out", "mlp_mid"), "norm"
-)
-
-
-GGUF_PARTS = MappingProxyType(
-    {
-        "attn_norm": "input_layernorm",
-        "ffn_norm": "post_attention_layernorm",
-        "attn_q": "self_attn.q_proj",
-        "attn_k": "self_attn.k_proj",
-        "attn_v": "self_attn.v_proj",
-        "attn_output": "self_attn.o_proj",
-        "attn_q_norm": "self_attn.q_norm",
-        "attn_k_norm": "self_attn.k_norm",
-        "ffn_gate": "mlp.gate_proj",
-        "ffn_up": "mlp.up_proj",
-        "ffn_down": "mlp.down_proj",
-    }
-)
-"""llama.cpp's name of a part of a block -> module, in most families."""
-POST_NORMS = MappingProxyType(
-    {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
-)
-POST_NORM_PARTS = MappingProxyType(
-    {
-        **{ours: theirs for ours, theirs in GGUF_PARTS.items() if ours not in ("attn_norm", "ffn_norm")},
-        "post_attention_norm": POST_NORMS["attn_post_norm"],
-        "post_ffw_norm": POST_NORMS["mlp_post_norm"],
-    }
-)
-"""Norms and parts where attention and MLP have a norm behind them, and none before."""
-EXPERT_PARTS = MappingProxyType(
-    {
-        **{ours: theirs for ours, theirs in GGUF_PARTS.items() if not ours.startswith("ffn_") or ours == "ffn_norm"},
-        "ffn_gate_inp": "mlp.gate",
-        "ffn_gate_exps": "mlp.experts.gate_proj",
-        "ffn_up_exps": "mlp.experts.up_proj",
-        "ffn_down_exps": "mlp.experts.down_proj",
-    }
-)
-SHARED_EXPERT_PARTS = MappingProxyType(
-    {
-        **EXPERT_PARTS,
-        "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
-        "ffn_gate_shexp": "mlp.shared_expert.gate_proj",
-        "ffn_up_shexp": "mlp.shared_expert.up_proj",
-        "ffn_down_shexp": "mlp.shared_expert.down_proj",
-    }
-)
-"""Parts of blocks whose MLPs are mixtures of experts, without and with a shared one."""
 
 
 @dataclass(frozen=True)
@@ -310,70 +69,6 @@ class DenseMlps:
     def setting(self, dense: bool) -> Any:
         """What `key` is in a configuration of one block."""
         return ["dense" if dense else "sparse"] if self.key.endswith("types") else int(dense)
-
-
-@dataclass(frozen=True)
-class LlamaCpp:
-    """What llama.cpp calls models of a family, and what it computes in them.
-
-    architecture   -- its name there
-    permuted       -- q and k rows have rotary pairs adjacent; Hugging Face keeps the halves apart
-    parts          -- name of a part of a block -> module
-    tensors        -- name of a tensor of a block -> the tensor, of what is no module's weight or bias
-    last_norm      -- the module of the norm before the output matrix
-    biases         -- parts of which it knows biases; None: all
-    head           -- transformers takes this for the head size, whatever a GGUF says; None: it reads the head size
-    transformers   -- transformers reads such GGUFs
-    keys           -- key -> the field of the configuration with this number; "A.B" is B within A
-    local_base     -- of rotary frequencies of layers with a window where a file does not say it; None: that of all
-    head_field     -- of the configuration: what is the head size there
-    activation     -- the one that it knows there
-    parts_of_heads -- it turns a part of each head, where a model does
-    window_every   -- of so many layers all but the last see a window alone; 0: it knows no windows
-    rope_every     -- of so many layers all but the last turn queries and keys; 0: all layers do
-    rope_switch    -- `rope.scaling.finetuned` says whether any does
-    untied         -- it reads an output matrix beside the embedding
-    wide           -- in models of so many layers it scales scores by 1 / sqrt(hidden / heads), in others by 1 /
-                      sqrt(head_dim)
-    scalings       -- types of rotary scaling that need factors, as far as it has them there
-    normalised     -- it makes the weights of the chosen experts add up to one
-    whole_bounds   -- models have YaRN's ramp between bounds as they are, it between whole numbers
-    """
-
-    architecture: str
-    permuted: bool = False
-    parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
-    tensors: Mapping[str, str] = field(default_factory=dict)
-    last_norm: str = "output_norm"
-    biases: tuple[str, ...] | None = None
-    head: int | None = None
-    keys: Mapping[str, str] = field(default_factory=dict)
-    head_field: str = ""
-    local_base: float | None = None
-    transformers: bool = True
-    activation: str = "silu"
-    parts_of_heads: bool = False
-    window_every: int = 0
-    rope_every: int = 0
-    rope_switch: bool = False
-    untied: bool = True
-    wide: int = 0
-    scalings: tuple[str, ...] = ()
-    normalised: bool = True
-    whole_bounds: bool = False
-
-
-@dataclass(frozen=True)
-class TextPart:
-    """The text part of a model that also takes images, as far as transformers has it as a model of its own: the one
-    that its `text_config` describes, of a family that is known here.
-
-    names  -- what the names of its tensors begin with in the whole model -> in the text model
-    others -- what the names of all other tensors begin with
-    """
-
-    names: Mapping[str, str]
-    others: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -458,7 +153,7 @@ class Family:
     rope_in_windows: bool = False
     scales_input: str = ""
     divides_logits: str = ""
-    residual: ResidualStream | None = _STREAM
+    residual: ResidualStream | None = STREAM
     unrotatable: str = ""
     experts: Experts | None = None
     clips: str = ""

@@ -22,8 +22,9 @@ from sparsepack.files.stored import shown
 from sparsepack.models.blocks import ExpertNumbers, Multipliers
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES, REFUSED
-from sparsepack.models.family import HEAD, Experts, Family
+from sparsepack.models.family import HEAD, Family
 from sparsepack.models.hf_model.attention import masks_of_whole_texts
+from sparsepack.models.parts import Experts
 
 TOKENS = 8
 _WORKS = "measured, not run by our engines: calibrate, thresholds, prune, trace, eval work"

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.blocks import Multipliers
-from sparsepack.models.family import GGUF_PARTS, NORMS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import GGUF_PARTS, NORMS, LlamaCpp
 
 _CAPS = MappingProxyType(
     {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}

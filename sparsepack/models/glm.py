@@ -4,7 +4,8 @@ keys and values, gate and up in one matrix, in the models of 2025 norms before a
 from dataclasses import replace
 from types import MappingProxyType
 
-from sparsepack.models.family import GGUF_PARTS, NORMS, PROJECTIONS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import GGUF_PARTS, NORMS, PROJECTIONS, LlamaCpp
 
 _PROJECTIONS = MappingProxyType({**PROJECTIONS, "mlp_in": ("mlp.gate_up_proj",)})
 

@@ -4,7 +4,8 @@ layer."""
 from types import MappingProxyType
 
 from sparsepack.models.blocks import CLAMPED_SWIGLU
-from sparsepack.models.family import EXPERT_PARTS, PROJECTIONS, Experts, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import EXPERT_PARTS, PROJECTIONS, Experts, LlamaCpp
 
 _EXPERTS = Experts(
     "mlp.experts",

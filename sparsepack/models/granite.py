@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.blocks import Multipliers
-from sparsepack.models.family import NORMS, PROJECTIONS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import NORMS, PROJECTIONS, LlamaCpp
 
 
 def _multipliers(config: Any) -> Multipliers:

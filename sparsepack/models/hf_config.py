@@ -22,8 +22,9 @@ from sparsepack.models.blocks import (
 )
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import MLP_SITES, Experts, config_value
+from sparsepack.models.family import MLP_SITES, config_value
 from sparsepack.models.found import FoundFamily, family_of_config
+from sparsepack.models.parts import Experts
 
 _FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 _BY_LENGTH = ("longrope", "dynamic")

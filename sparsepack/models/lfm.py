@@ -4,7 +4,8 @@ others attention with norms of heads; norms and matrices of other names, an MLP 
 from types import MappingProxyType
 from typing import Any
 
-from sparsepack.models.family import Family, LlamaCpp, ShortConvNames
+from sparsepack.models.family import Family
+from sparsepack.models.parts import LlamaCpp, ShortConvNames
 
 
 def _width(config: Any) -> int:

@@ -4,7 +4,8 @@ four layers)."""
 
 from types import MappingProxyType
 
-from sparsepack.models.family import GGUF_PARTS, PROJECTIONS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import GGUF_PARTS, PROJECTIONS, LlamaCpp
 
 LLAMA_CPP = LlamaCpp("llama", permuted=True, scalings=("llama3",))
 

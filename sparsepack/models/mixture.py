@@ -4,18 +4,18 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
-from sparsepack.models.family import (
+from sparsepack.models.family import Family
+from sparsepack.models.llama import LLAMA_CPP
+from sparsepack.models.parts import (
     EXPERT_PARTS,
     NORMS,
     PROJECTIONS,
     QK_NORMS,
     SHARED_EXPERT_PARTS,
     Experts,
-    Family,
     LlamaCpp,
     SharedExpert,
 )
-from sparsepack.models.llama import LLAMA_CPP
 from sparsepack.models.qwen import QWEN3_HEAD
 
 _ROW_NORMS = MappingProxyType({**NORMS, "q_row_norm": "self_attn.q_norm", "k_row_norm": "self_attn.k_norm"})

@@ -3,7 +3,8 @@ a part of each head, squared ReLU without a gate."""
 
 from types import MappingProxyType
 
-from sparsepack.models.family import PROJECTIONS, Family
+from sparsepack.models.family import Family
+from sparsepack.models.parts import PROJECTIONS
 
 FAMILIES = (
     Family(

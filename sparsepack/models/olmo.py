@@ -5,7 +5,8 @@ together, and in the third windows in three of four layers, whose rotary embeddi
 from dataclasses import replace
 from types import MappingProxyType
 
-from sparsepack.models.family import POST_NORM_PARTS, POST_NORMS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import POST_NORM_PARTS, POST_NORMS, LlamaCpp
 
 _LLAMA_CPP = LlamaCpp(
     "olmo2",

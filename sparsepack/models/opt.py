@@ -3,7 +3,8 @@ works on the stock model works with it."""
 
 from types import MappingProxyType
 
-from sparsepack.models.family import PROJECTIONS, Family, LearnedPositions
+from sparsepack.models.family import Family
+from sparsepack.models.parts import PROJECTIONS, LearnedPositions
 
 FAMILIES = (
     Family(

@@ -3,7 +3,8 @@ length."""
 
 from types import MappingProxyType
 
-from sparsepack.models.family import PROJECTIONS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import PROJECTIONS, LlamaCpp
 
 _LLAMA_CPP = LlamaCpp(
     "phi3",

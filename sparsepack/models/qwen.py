@@ -1,6 +1,7 @@
 """Qwen's dense models: biases of queries, keys and values in the second generation, norms of each head in the third."""
 
-from sparsepack.models.family import QK_NORMS, Family, LlamaCpp
+from sparsepack.models.family import Family
+from sparsepack.models.parts import QK_NORMS, LlamaCpp
 
 QWEN3_HEAD = 128
 

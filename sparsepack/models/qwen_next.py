@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from sparsepack.models.family import (
+from sparsepack.models.family import Family
+from sparsepack.models.parts import (
     GGUF_PARTS,
     PROJECTIONS,
     QK_NORMS,
     SHARED_EXPERT_PARTS,
     DeltaNetNames,
     Experts,
-    Family,
     LlamaCpp,
     SharedExpert,
 )

@@ -12,8 +12,9 @@ from sparsepack.formats.containers.gguf import KeyValue, f32, string, u32
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import Family, LlamaCpp
+from sparsepack.models.family import Family
 from sparsepack.models.hf_config import rotary_settings
+from sparsepack.models.parts import LlamaCpp
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
 

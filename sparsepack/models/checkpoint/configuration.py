@@ -42,8 +42,9 @@ from sparsepack.models.checkpoint.config_files import (
 )
 from sparsepack.models.checkpoint.gguf_config import gguf_config
 from sparsepack.models.families import FAMILIES, TEXT_PARTS, check_known, family_of
-from sparsepack.models.family import Family, TextPart, config_value
+from sparsepack.models.family import Family, config_value
 from sparsepack.models.found import family_of_config, told
+from sparsepack.models.parts import TextPart
 from sparsepack.progress import say
 
 SEGMENTS = "sparsepack-segments"

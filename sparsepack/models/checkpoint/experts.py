@@ -12,7 +12,8 @@ import torch
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.sources import Entries, MadeSource, TensorSource, entries_of
-from sparsepack.models.family import MLP_MID, Experts, Family
+from sparsepack.models.family import MLP_MID, Family
+from sparsepack.models.parts import Experts
 
 PARTS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 _BIASES = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")

@@ -18,7 +18,8 @@ from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import check_fields, config_of
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import DeltaNetNames, Experts, Family, LlamaCpp, ShortConvNames
+from sparsepack.models.family import Family
+from sparsepack.models.parts import DeltaNetNames, Experts, LlamaCpp, ShortConvNames
 
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 

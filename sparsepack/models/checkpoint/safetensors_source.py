@@ -15,7 +15,7 @@ from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.locate import weight_files
 from sparsepack.models.checkpoint.source_hash import SourceHash
 from sparsepack.models.checkpoint.sources import GGUF_DTYPES, StoredType, check_finite, stored_types
-from sparsepack.models.family import TextPart
+from sparsepack.models.parts import TextPart
 
 PLAIN = {**GGUF_DTYPES, "F64": torch.float64}
 """Types of safetensors whose numbers are weights; what those of any other mean a quantised release says."""

@@ -16,9 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint as recomputed
 from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 
-from sparsepack.models.family import DeltaNetNames, Family, ShortConvNames
+from sparsepack.models.family import Family
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of
+from sparsepack.models.parts import DeltaNetNames, ShortConvNames
 
 Change = Callable[[int, str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 """The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x and a scalar that

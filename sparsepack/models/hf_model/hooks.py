@@ -16,7 +16,8 @@ from torch.utils.hooks import RemovableHandle
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
 from sparsepack.models.architecture import clamped_swiglu
-from sparsepack.models.family import MLP_MID, MLP_SITES, Experts, Family
+from sparsepack.models.family import MLP_MID, MLP_SITES, Family
+from sparsepack.models.parts import Experts
 
 ONE_BY_ONE = "eager"
 """transformers' implementation of experts that takes any width, and adds what they give in the order of `_forward`."""

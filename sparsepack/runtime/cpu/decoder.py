@@ -15,7 +15,8 @@ from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, Mat
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
 from sparsepack.models.blocks import DeltaNet, ShortConv
-from sparsepack.models.family import ATTENTION_SITES, LATENT_NORMS, MLP_SITES, SITES
+from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
+from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.models.sites import SiteRule
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import find_backend
