@@ -143,7 +143,7 @@ def test_configurations_as_checkpoints_on_the_hub_have_them_are_understood(name,
 def test_a_rotary_embedding_of_another_type_is_refused():
     stock = config()
     stock.rope_parameters = {"rope_type": "spiral", "rope_theta": 10000.0, "factor": 2.0}
-    with pytest.raises(CheckpointError, match="of type 'spiral'; expected one of default, linear, llama3, yarn, long"):
+    with pytest.raises(CheckpointError, match="'spiral'; expected one of default, linear, llama3, yarn, proportional"):
         architecture_of(stock, None)
 
 
