@@ -18,7 +18,7 @@ def test_more_threads_than_the_system_starts_are_the_users_mistake(monkeypatch: 
     monkeypatch.setattr(decoder, "_build_model", lambda *_: None)
     monkeypatch.setattr(decoder, "attention_of", lambda *_: None)
     monkeypatch.setattr(decoder, "instruction_set", lambda: "plain")
-    packed = SimpleNamespace(architecture=SimpleNamespace(vocabulary=1), attention=None, mlp_kind=DENSE)
+    packed = SimpleNamespace(architecture=SimpleNamespace(vocabulary=1), attention=None, mlp_kind=DENSE, layers=())
     reason = "Resource temporarily unavailable"
     with pytest.raises(UserError, match="7 threads: the system does not start so many; give fewer"):
         decoder.NativeDecoder(packed, torch.device("cpu"), 4, 7, lambda shape: None)  # type: ignore[arg-type]
