@@ -96,11 +96,14 @@ Listed random_levels(int64_t columns, int32_t level, int32_t absent = 0) {
     return of;
 }
 
-// The norm of a product of inputs that are listed with weights as large as their scales allow, of random signs.
+// The norm of a product of inputs that are listed with weights as large as their scales allow, of random signs. Padding
+// rows have weights, too.
 float largest_norm(const Made& made, const Listed& of, const float* x) {
+    const Zigzag& m = made.matrix.view;
+    int64_t rows = m.pieces ? m.rows / 256 * 256 + 64 * m.pieces : (int64_t)m.bands * BAND_ROWS;
     double sum = 0;
     for (int32_t column : of.indices) {
-        for (int64_t row = 0; row < made.matrix.view.rows; row++) {
+        for (int64_t row = 0; row < rows; row++) {
             int32_t group;
             const Q6PBlock& block = block_of(made, row, column, &group);
             sum += std::pow(LARGEST * scale_of(block, group) * x[column], 2);
