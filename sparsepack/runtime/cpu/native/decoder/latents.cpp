@@ -52,10 +52,12 @@ void Decoder::attend_latents_batch(const Sums& into, int layer, int32_t batch, b
     float *own = scratch_[thread].latents.data(), *turning = wide_turning_.data();
     for (int32_t t = thread; t < batch; t += pool_.threads()) {
         read_latents(sums_of(into, t), of, own);
-        memcpy(wide_latents_[0].data() + int64_t(t) * of.q_rank, own, of.q_rank * sizeof(float));
+        if (of.q_rank)
+            memcpy(wide_latents_[0].data() + int64_t(t) * of.q_rank, own, of.q_rank * sizeof(float));
+        else
+            read(sums_of(into, t), 0, q_rows, wide_heads_.data() + t * q_rows);
         memcpy(wide_latents_[1].data() + int64_t(t) * of.kv_rank, own + of.q_rank, of.kv_rank * sizeof(float));
         memcpy(turning + int64_t(t) * of.turning, own + of.q_rank + of.kv_rank, of.turning * sizeof(float));
-        if (!of.q_rank) read(sums_of(into, t), 0, q_rows, wide_heads_.data() + t * q_rows);
     }
     pool_.barrier();
     Sums q = {wide_heads_.data(), 0, 1, &NO_BIAS, q_rows};
@@ -108,10 +110,12 @@ void Decoder::attend_latent_rows(int number, int32_t first, int32_t last, int32_
         const float* from = wide_rows_.data() + p * rows;
         Sums into = {from, 0, 1, &in.bias, rows};
         read_latents(into, of, own);
-        memcpy(wide_latents_[0].data() + p * of.q_rank, own, of.q_rank * sizeof(float));
+        if (of.q_rank)
+            memcpy(wide_latents_[0].data() + p * of.q_rank, own, of.q_rank * sizeof(float));
+        else
+            read(into, 0, q_rows, wide_heads_.data() + p * q_rows);
         memcpy(wide_latents_[1].data() + p * of.kv_rank, own + of.q_rank, of.kv_rank * sizeof(float));
         memcpy(wide_turning_.data() + p * of.turning, own + of.q_rank + of.kv_rank, of.turning * sizeof(float));
-        if (!of.q_rank) read(into, 0, q_rows, wide_heads_.data() + p * q_rows);
     }
     pool_.barrier();
     if (of.q_rank) {
