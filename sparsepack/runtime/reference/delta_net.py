@@ -1,6 +1,7 @@
 """The oracle's mixers that keep a state in place of keys and values, in plain torch: the gated delta net (Gated Delta
 Networks, arXiv 2412.06464), token by token, and LFM2's short convolution."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class _Kept:
     tokens: int = 0
 
 
-class States:
+class States(ABC):
     """The states of the blocks of a model that keep one, for one sequence or several. A sequence without tokens begins
     with zeros, whatever was there.
 
@@ -98,11 +99,13 @@ class States:
             layer: _Kept(kept.state.clone(), kept.inputs, kept.tokens) for layer, kept in self._kept[source].items()
         }
 
+    @abstractmethod
     def _mixed(self, layer: int, rows: Tensor, x: Tensor, kept: _Kept) -> Tensor:
-        raise NotImplementedError
+        """What `mix` returns; the state and the inputs in `kept` become those after these tokens."""
 
+    @abstractmethod
     def _zeros(self, layer: int) -> _Kept:
-        raise NotImplementedError
+        """What a block keeps before the first token."""
 
 
 class ShortConvStates(States):
