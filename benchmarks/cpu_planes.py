@@ -62,12 +62,12 @@ def decode_several(engine: Engine, prompt: list[int], count: int) -> float:
     return SEVERAL * count / (time.perf_counter() - start)
 
 
-def rows_of(speeds: Mapping[str, list[float]], bits: Mapping[str, float], read: Mapping[str, float]) -> list[list[str]]:
-    """Return the cells of the table, by side."""
+def rows_of(speeds: Mapping[str, list[float]], said: Mapping[str, str], read: Mapping[str, float]) -> list[list[str]]:
+    """Return the cells of the table, by side. said: its second column"""
     return [
         [
             side,
-            f"{bits[side]:.2f}" if side in bits else "",
+            said.get(side, ""),
             f"{read[side] / 1e6:.0f}",
             f"{statistics.median(each):.1f}",
             f"{min(each):.1f} to {max(each):.1f}",
@@ -117,7 +117,8 @@ def main(work: Path, tiny: bool, threads: int, rounds: int, json_path: Path | No
     }
     click.echo(machine.setting_line(machine.setting()))
     head = ["runs", "bits read", "MB/token", "t/s", "range", "x llama.cpp", "GB/s"]
-    click.echo(markdown(Table(head, rows_of(speeds, bits, read), f"{size.name}, {threads} threads, {rounds} rounds")))
+    said = {side: f"{of:.2f}" for side, of in bits.items()}
+    click.echo(markdown(Table(head, rows_of(speeds, said, read), f"{size.name}, {threads} threads, {rounds} rounds")))
     base = next(iter(several))
     lines = [[s, f"{statistics.median(v):.1f}", f"{median_ratio(v, several[base]):.2f}"] for s, v in several.items()]
     click.echo(markdown(Table(["runs", "t/s", "x"], lines, f"{SEVERAL} sequences together")))

@@ -6,7 +6,6 @@ random, thresholds real ones for them. Before anything is timed, the first layer
 backend: as many as have a block of each kind.
 """
 
-import statistics
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ import click
 import torch
 
 from benchmarks.cpu_decode import PEER, decode_ours, decode_peer
+from benchmarks.cpu_planes import rows_of
 from benchmarks.shared import machine
 from benchmarks.shared.checkpoints import DEFAULT_WORK
 from benchmarks.shared.llama_bench import write_shape
@@ -21,7 +21,7 @@ from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token
 from benchmarks.shared.random_models import random_of
 from benchmarks.shared.shapes import MODELS, configuration, random_ids
 from benchmarks.shared.thresholds import find_thresholds, with_thresholds
-from benchmarks.shared.timing import check_close, json_option, median_ratio, relative_error, write_figures
+from benchmarks.shared.timing import check_close, json_option, relative_error, write_figures
 from sparsepack.bench import decode as engine_bench
 from sparsepack.formats.packed import skipped_weights
 from sparsepack.runtime.engine import Engine
@@ -99,18 +99,6 @@ def main(name: str, layers: int | None, work: Path, threads: int, rounds: int, j
     peer.close()
     path.unlink()
     click.echo(machine.setting_line(machine.setting()))
-    rows = [
-        [
-            side,
-            skipped[side],
-            f"{read[side] / 1e6:.0f}",
-            f"{statistics.median(each):.1f}",
-            f"{min(each):.1f} to {max(each):.1f}",
-            f"{median_ratio(each, speeds[PEER]):.2f}",
-            f"{read[side] * statistics.median(each) / 1e9:.1f}",
-        ]
-        for side, each in speeds.items()
-    ]
     head = ["runs", "skipped", "MB/token", "t/s", "range", "x llama.cpp", "GB/s"]
-    click.echo(markdown(Table(head, rows, f"{name}, {threads} threads, {rounds} rounds")))
+    click.echo(markdown(Table(head, rows_of(speeds, skipped, read), f"{name}, {threads} threads, {rounds} rounds")))
     write_figures(json_path, {"model": name, "speeds": speeds, "read": read, "skipped": skipped, "errors": errors})
