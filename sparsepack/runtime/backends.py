@@ -197,7 +197,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 scales_thresholds=True,
                 pads_tails=True,
                 traits=frozenset(TRAITS)
-                - {SHORT_CONVS, HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS}
+                - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS}
                 - {LATENTS, ROUTERS, DENSE_BLOCKS, LAYER_NORMS},
             ),
             Backend(

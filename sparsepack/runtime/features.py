@@ -106,7 +106,7 @@ def check_divides(packed: PackedModel) -> None:
         raise UserError(f"vram: {not_by_neurons(packed)}")
     if packed.mlp_kind is PLAIN_NEURONS:
         raise UserError(f"vram: {PLAIN}")
-    if packed.architecture.delta_net is not None:
+    if packed.architecture.state_layers:
         raise UserError("vram: models that keep a state are not divided between a GPU and the host yet; leave it out")
     if packed.block != "Q4_K" and packed.plane_bits is None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")

@@ -45,7 +45,7 @@ def steps_alone(engine: Engine, ids: list[int]) -> Tensor:
 
 
 @every_backend
-@pytest.mark.parametrize("variant", [*VARIANTS, "qwen3.5, states"])
+@pytest.mark.parametrize("variant", [*VARIANTS, "qwen3.5, states", "lfm2, short convolutions"])
 @threads
 def test_dense_texts_of_different_lengths_are_those_of_engines_alone(backend: str, variant: str, threads: int) -> None:
     engine = engine_of(model(variant), backend, sequences=3, dense=True, threads=threads)

@@ -16,6 +16,7 @@ import simulated_delta_net as delta_net
 import simulated_double_sparsity as double_sparsity
 import simulated_experts as experts
 import simulated_products as products
+import simulated_short_conv as short_conv
 import torch
 from simulated_launches import kernel, launch
 from simulated_words import BUFFERS, flag_in_data_buffers, real_flag_in_data_buffers
@@ -94,6 +95,8 @@ class SimulatedKernels(kernel_set.Kernels):
     attend = staticmethod(between.attend)
     delta_step = staticmethod(delta_net.delta_step)
     delta_prefill = staticmethod(delta_net.delta_prefill)
+    short_conv_step = staticmethod(short_conv.short_conv_step)
+    short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     post_norm = staticmethod(between.post_norm)
     norm_rows = staticmethod(between.norm_rows)
     norm_prefill_rows = staticmethod(between.norm_prefill_rows)

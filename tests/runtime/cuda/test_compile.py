@@ -81,6 +81,7 @@ VARIANTS = {
         for of_heads, rounds, flag in ((DELTA_NETS[0], 10, 1), (DELTA_NETS[1], 1, 0), (DELTA_NETS[2], 18, 1))
     ],
     "delta_prefill": DELTA_NETS,
+    "short_conv": [("TAPS=3", "FLAG_IN_DATA=1"), ("TAPS=16", "FLAG_IN_DATA=0")],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in CUDA_BLOCKS],
     "neuron_list": [

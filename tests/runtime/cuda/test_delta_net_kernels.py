@@ -14,11 +14,11 @@ from sparsepack.models.blocks import DeltaNet
 from sparsepack.runtime.cuda.attention import delta_net
 from sparsepack.runtime.cuda.attention.delta_net import (
     DeltaNetParameters,
-    DeltaNetStates,
     delta_net_parameters,
     delta_prefill,
     delta_step,
 )
+from sparsepack.runtime.cuda.attention.states import States
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input
@@ -191,8 +191,8 @@ def test_shapes_that_do_not_fit_are_an_error() -> None:
 
 
 class TestStates:
-    def states(self) -> DeltaNetStates:
-        return DeltaNetStates({0: parameters("odd", 2, torch.device("cpu"))}, 2)
+    def states(self) -> States:
+        return States({0: parameters("odd", 2, torch.device("cpu"))}, 2)
 
     def test_what_is_kept_is_that_after_the_last_token_alone(self) -> None:
         states = self.states()
@@ -231,8 +231,8 @@ class TestStates:
             states.check([7, 0], [0])
 
     def test_copies_have_both_halves(self) -> None:
-        states = self.states()
-        of = states.blocks[0]
+        of = parameters("odd", 2, torch.device("cpu"))
+        states = States({0: of}, 2)
         of.state[:, 0], of.inputs[0] = 3.0, 4.0
         states.stepped(0, 8)
         states.copy(0, 1)

@@ -1,8 +1,10 @@
-"""Gated delta nets on the GPU, and the states that they keep in place of keys and values
-(`kernels/attention/delta_net.cuh`)."""
+"""Gated delta nets on the GPU (`kernels/attention/delta_net.cuh`)."""
 
-from collections.abc import Mapping, Sequence
+from __future__ import annotations
+
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +15,9 @@ from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.decoder import load_vector
+
+if TYPE_CHECKING:
+    from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 
 STEP_THREADS = 512
 RULE_THREADS, RULE_COLUMNS = 128, 32
@@ -25,7 +30,7 @@ MOST_HIDDEN = 32 * STEP_THREADS
 
 @dataclass(frozen=True)
 class DeltaNetParameters:
-    """A block's gated delta net, and what it keeps of B sequences (`kernels/attention/delta_net.cuh`).
+    """A block's gated delta net, and what it keeps of B sequences: a `states.Mixer`.
 
     gates    -- float32 [2 value_heads, hidden]: of beta, then of the decay
     taps     -- float32 [channels, taps]
@@ -61,6 +66,18 @@ class DeltaNetParameters:
             "TAPS": m.taps,
         }
         return tuple(f"{name}={value}" for name, value in values.items())
+
+    def step(
+        self, kernels: Kernels, rows: Tensor, x: Input, positions: Tensor, out: Tensor, *, flag_in_data: bool
+    ) -> None:
+        kernels.delta_step(self, rows, x, positions, out, flag_in_data=flag_in_data)
+
+    def prefill(self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int) -> Tensor:
+        return kernels.delta_prefill(self, rows, x, first, sequence)
+
+    def copy(self, source: int, to: int) -> None:
+        self.state[:, to].copy_(self.state[:, source])
+        self.inputs[to].copy_(self.inputs[source])
 
 
 def delta_net_parameters(
@@ -171,71 +188,3 @@ def delta_prefill(of: DeltaNetParameters, rows: Product, x: ScaledFp16, first: i
         *(*product, of.norm, of.eps, m.value_heads, first, inputs, out),
     )
     return out
-
-
-@dataclass
-class _Known:
-    """What is known of a sequence's states: they are those after so many tokens; before: the other half of `state` has
-    those after one token less."""
-
-    tokens: int = 0
-    before: bool = False
-
-
-class DeltaNetStates:
-    """The states of the blocks of a model that have a gated delta net, for one sequence or several.
-
-    A state after p tokens lies in half p modulo 2 of `state`, so a step that is forgotten leaves that of before, and
-    the last inputs of the convolution lie by position.
-
-    blocks -- number of a block -> its parameters
-    """
-
-    def __init__(self, blocks: Mapping[int, DeltaNetParameters], sequences: int) -> None:
-        self.blocks = blocks
-        self._known = [_Known() for _ in range(sequences)]
-
-    def check(self, lengths: Sequence[int], sequences: Sequence[int]) -> None:
-        """Raise `UserError` where what is kept of a sequence is not its state after all of its tokens: a state cannot
-        forget some."""
-        for sequence in sequences if self.blocks else ():
-            known, length = self._known[sequence], lengths[sequence]
-            if not length:
-                self._known[sequence] = _Known()
-            elif known.tokens != length:
-                of = f"after {known.tokens} tokens" if known.tokens >= 0 else "of an interrupted text"
-                raise UserError(
-                    f"the state of sequence {sequence} is that {of}, {length} are in the context; begin the sequence "
-                    "anew"
-                )
-
-    def begin_prefill(self, sequence: int) -> None:
-        """A prefill begins, which may be interrupted between two blocks."""
-        self._known[sequence] = _Known(-1)
-
-    def prefilled(self, sequence: int, length: int) -> None:
-        """A sequence has become this long by a prefill."""
-        self._known[sequence] = _Known(length)
-
-    def stepped(self, sequence: int, length: int) -> None:
-        """A step has appended the last of so many tokens."""
-        self._known[sequence] = _Known(length, True)
-
-    def stood_still(self, sequence: int, length: int) -> None:
-        """A step of other sequences has computed a token after so many of this one, which is forgotten."""
-        known = self._known[sequence]
-        kept = known.tokens == length or (known.tokens == length + 1 and known.before)
-        self._known[sequence] = _Known(length if kept else -1)
-
-    def recorded(self) -> None:
-        """A step was recorded, which computed a token after all of each sequence."""
-        for known in self._known:
-            known.before = False
-
-    def copy(self, source: int, to: int) -> None:
-        """Let a sequence have the states of another."""
-        for of in self.blocks.values():
-            of.state[:, to].copy_(of.state[:, source])
-            of.inputs[to].copy_(of.inputs[source])
-        known = self._known[source]
-        self._known[to] = _Known(known.tokens, known.before)

@@ -12,11 +12,11 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import soft_capped
-from sparsepack.models.blocks import DeltaNet
+from sparsepack.models.blocks import DeltaNet, ShortConv
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
-from sparsepack.runtime.cuda.attention.delta_net import DeltaNetStates
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
+from sparsepack.runtime.cuda.attention.states import Mixer, States
 from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, count_active, state_parts
 from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
@@ -357,14 +357,12 @@ class CudaDecoder:
         return sparse, self._cache.selecting(sparse)
 
 
-def _states_of(packed: PackedModel, sequences: int, device: torch.device, kernels: Kernels) -> DeltaNetStates:
-    """The states of a model's gated delta nets; of most models there are none."""
-    a = packed.architecture
-    new = partial(kernels.delta_net_parameters, eps=a.norm_eps, sequences=sequences, device=device)
-    blocks = enumerate(zip(a.blocks, packed.layers, strict=True))
-    found = {
-        number: new(block.mixer, layer.delta_net)
-        for number, (block, layer) in blocks
-        if isinstance(block.mixer, DeltaNet)
-    }
-    return DeltaNetStates(found, sequences)
+def _states_of(packed: PackedModel, sequences: int, device: torch.device, kernels: Kernels) -> States:
+    """What blocks of a model keep in place of keys and values; of most models none does."""
+    a, found = packed.architecture, dict[int, Mixer]()
+    for number, (block, layer) in enumerate(zip(a.blocks, packed.layers, strict=True)):
+        if isinstance(block.mixer, DeltaNet):
+            found[number] = kernels.delta_net_parameters(block.mixer, layer.delta_net, a.norm_eps, sequences, device)
+        elif isinstance(block.mixer, ShortConv):
+            found[number] = kernels.short_conv_parameters(layer.delta_net, sequences, device)
+    return States(found, sequences)

@@ -19,8 +19,8 @@ from torch.nn.attention import sdpa_kernel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.blocks import Attention
 from sparsepack.runtime.cuda.attention.attention import BACKENDS
-from sparsepack.runtime.cuda.attention.delta_net import DeltaNetStates
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
+from sparsepack.runtime.cuda.attention.states import States
 from sparsepack.runtime.cuda.decoder.buffers import (
     Buffers,
     FilledUp,
@@ -57,9 +57,7 @@ class Step:
                 written (`driver/memory.py`)
     """
 
-    def __init__(
-        self, model: CudaModel, cache: CudaKvCache, states: DeltaNetStates, kernels: Kernels, together: bool
-    ) -> None:
+    def __init__(self, model: CudaModel, cache: CudaKvCache, states: States, kernels: Kernels, together: bool) -> None:
         a, sequences = model.architecture, len(cache.lengths)
         self._model, self._cache, self._states, self._kernels = model, cache, states, kernels
         self._cached = _cached_layers(a)
@@ -116,18 +114,18 @@ class Step:
         squares = None if layer.attn_norm is None else of.squares
         x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=of.flag_in_data and of.squares is not None)
         yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
-        delta_net = self._states.blocks.get(number)
-        flag_in_data = of.flag_in_data and (delta_net is not None or cache.flag_in_data)
+        mixer = self._states.blocks.get(number)
+        flag_in_data = of.flag_in_data and (mixer is not None or cache.flag_in_data)
         qkv, attn_output = (x.view(sequences, -1) for x in (of.qkv, of.attn_output))
         if layer.row_norms is not None and of.normed is not None:
             normed = of.normed.view(sequences, -1)
             yield partial(self._kernels.norm_rows, qkv, layer.row_norms, eps, normed, flag_in_data=of.flag_in_data)
             qkv = normed
-        if delta_net is None:
+        if mixer is None:
             yield partial(cache.step, self._cached[number], qkv, sparse, attn_output, flag_in_data)
         else:
             positions, flagged = cache.positions.there, of.flag_in_data
-            yield partial(self._kernels.delta_step, delta_net, qkv, x, positions, attn_output, flag_in_data=flagged)
+            yield partial(mixer.step, self._kernels, qkv, x, positions, attn_output, flag_in_data=flagged)
         attended, out = Input(of.attn_output, eps=eps, flag_in_data=flag_in_data), layer.attention["attn_out"]
         between_squares = None if layer.mlp_norm is None else of.between_squares
         between = Input(of.between, layer.mlp_norm, eps, between_squares, flag_in_data=of.flag_in_data)
@@ -238,7 +236,7 @@ class Prefill:
         self,
         model: CudaModel,
         cache: CudaKvCache,
-        states: DeltaNetStates,
+        states: States,
         kernels: Kernels,
         most: int | None = None,
         record: bool = False,
@@ -330,9 +328,9 @@ class Prefill:
     def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
         """Append q, k and v to the cache, or go on with a state. Returns what attn_out takes: float32 [S, columns]."""
         layer = self._model.layers[number]
-        qkv, delta_net = self._product(layer, "attn_in", x), self._states.blocks.get(number)
-        if delta_net is not None:
-            return self._kernels.delta_prefill(delta_net, qkv, x, self._cache.lengths[sequence], sequence)
+        qkv, keeps = self._product(layer, "attn_in", x), self._states.blocks.get(number)
+        if keeps is not None:
+            return keeps.prefill(self._kernels, qkv, x, self._cache.lengths[sequence], sequence)
         if layer.row_norms is not None:
             qkv = self._kernels.norm_prefill_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
         cached, mixer = self._cached[number], self._model.architecture.blocks[number].mixer

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention import attention, delta_net, double_sparsity
+from sparsepack.runtime.cuda.attention import attention, delta_net, double_sparsity, short_conv
 from sparsepack.runtime.cuda.decoder import step_end
 from sparsepack.runtime.cuda.driver import device, kernel, memory
 from sparsepack.runtime.cuda.driver.device import own_stream
@@ -59,6 +59,7 @@ class Kernels:
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     delta_net_parameters = staticmethod(delta_net.delta_net_parameters)
+    short_conv_parameters = staticmethod(short_conv.short_conv_parameters)
     host_tensors = staticmethod(memory.host_tensors)
     shared_memory = staticmethod(memory.shared_memory)
     on_card = staticmethod(memory.on_card)
@@ -79,6 +80,7 @@ class Kernels:
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     delta_step = staticmethod(delta_net.delta_step)
+    short_conv_step = staticmethod(short_conv.short_conv_step)
     attend_offloaded = staticmethod(double_sparsity.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
     post_norm = staticmethod(dense.post_norm)
@@ -105,6 +107,7 @@ class Kernels:
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(attention.prefill_attention)
     delta_prefill = staticmethod(delta_net.delta_prefill)
+    short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     gated = staticmethod(dense.gated)
     decode_experts = staticmethod(experts.decode_experts)
     new_products = staticmethod(dense.new_products)

@@ -6,15 +6,16 @@
 //               |  the channels of the convolution                      |
 //     state     float32 [2, sequences, value heads, VALUE_DIM, KEY_DIM]   S transposed: lanes have keys. After p tokens it
 //                                                                        lies in half p modulo 2
-//     inputs    float32 [sequences, TAPS, channels]                       of position p at p modulo TAPS
+//     inputs    float32 [sequences, TAPS, channels]                       causal_convolution.cuh
 //
 // So a step writes neither what it reads nor what a step at the same position would read: one that is forgotten, because
 // its token was another or its sequence stands still, leaves nothing behind. A text begins with zeros, whatever lies there.
 //
-// Macros: KEY_DIM, VALUE_DIM up to 256; RATIO: value heads of a key head; TAPS: positions that the convolution sees
+// Macros: KEY_DIM, VALUE_DIM up to 256; RATIO: value heads of a key head; that of causal_convolution.cuh
 
 #pragma once
 
+#include "attention/causal_convolution.cuh"
 #include "common/activations.cuh"
 #include "common/flag_in_data.cuh"
 #include "common/fold.cuh"
@@ -23,7 +24,6 @@
 #define KEY_DIM 128
 #define VALUE_DIM 128
 #define RATIO 2
-#define TAPS 4
 #endif
 
 static constexpr float L2_EPS = 1e-6f;                     // is added to the sum of a head's squares

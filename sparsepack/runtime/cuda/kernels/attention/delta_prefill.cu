@@ -67,7 +67,7 @@ extern "C" __global__ void __launch_bounds__(256)
             for (int t = 0; t < TAPS; ++t) {
                 const int s = row - (TAPS - 1) + t, p = first + s;
                 if (p < 0) continue;
-                const float x = s >= 0 ? product.at(s, c) : load_l2(inputs + (u64)(p % TAPS) * of.channels() + c);
+                const float x = s >= 0 ? product.at(s, c) : load_l2(inputs + input_place(p, c, of.channels()));
                 y[i] += x * taps[c * TAPS + t];
             }
             y[i] = silu(y[i]);

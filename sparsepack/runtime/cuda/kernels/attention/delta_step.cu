@@ -63,12 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = 0; e < EACH; ++e) {
         if (number(e) >= CONVOLVED) continue;
         const int channel = of.place(head, number(e));
-#pragma unroll
-        for (int t = 0; t < TAPS - 1; ++t) {
-            const int p = position - (TAPS - 1) + t;
-            if (p >= 0)
-                sum[e] += load_l2(inputs + (u64)(p % TAPS) * of.channels() + channel) * taps[channel * TAPS + t];
-        }
+        sum[e] = earlier_taps(inputs, taps, position, channel, of.channels());
         last_tap[e] = taps[channel * TAPS + TAPS - 1];
     }
 
@@ -157,6 +152,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = 0; e < EACH; ++e) {
         // Of queries and keys by the first of the heads that have them.
         const bool is = number(e) < CONVOLVED && (number(e) >= 2 * KEY_DIM || head % RATIO == 0);
-        if (is) inputs[(u64)(position % TAPS) * of.channels() + of.place(head, number(e))] = value[e];
+        if (is) inputs[input_place(position, of.place(head, number(e)), of.channels())] = value[e];
     }
 }
