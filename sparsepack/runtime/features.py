@@ -108,6 +108,8 @@ def check_divides(packed: PackedModel) -> None:
         raise UserError(f"vram: {PLAIN}")
     if packed.architecture.state_layers:
         raise UserError("vram: models that keep a state are not divided between a GPU and the host yet; leave it out")
+    if packed.architecture.blocks[0].layer_norms:
+        raise UserError("vram: models with LayerNorm are not divided between a GPU and the host yet; leave it out")
     if packed.block != "Q4_K" and packed.plane_bits is None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 

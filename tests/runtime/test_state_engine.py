@@ -180,6 +180,12 @@ def test_backends_without_states_refuse_in_one_line() -> None:
     assert "\n" not in str(refusal.value) + str(divided.value)
 
 
+def test_layer_norms_are_not_divided() -> None:
+    packed = random_model("nemotron, LayerNorm, without a gate")
+    with pytest.raises(UserError, match="vram: models with LayerNorm are not divided"):
+        check_features(BACKENDS["cuda"], EngineOptions(vram="1GB"), packed)
+
+
 def test_a_sequence_takes_keys_and_values_of_its_attention_alone_and_a_state() -> None:
     a = model().architecture
     keys_and_values = 2 * a.kv_heads * a.head_dim * 64 * 4

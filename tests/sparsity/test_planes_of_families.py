@@ -44,7 +44,9 @@ def test_every_family_runs_alike_in_eval_and_engines(family: str, tmp_path: Path
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "arcee", "glm4", "qwen3_5_text", "lfm2", *EXPERTS])
+@pytest.mark.parametrize(
+    "family", ["qwen2", "gemma3_text", "arcee", "glm4", "qwen3_5_text", "lfm2", "nemotron", *EXPERTS]
+)
 def test_families_run_on_a_gpu_as_in_eval_there(family: str, tmp_path: Path, text: Any) -> None:
     """Of dense MLPs with a gate and without, of states and short convolutions, and of every kind of mixture."""
     made = packed(tmp_path, family, text, bits=3.4, device="cuda")

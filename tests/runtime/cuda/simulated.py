@@ -98,6 +98,7 @@ class SimulatedKernels(kernel_set.Kernels):
     short_conv_step = staticmethod(short_conv.short_conv_step)
     short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     post_norm = staticmethod(between.post_norm)
+    layer_norm = staticmethod(between.layer_norm)
     norm_rows = staticmethod(between.norm_rows)
     norm_prefill_rows = staticmethod(between.norm_prefill_rows)
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)

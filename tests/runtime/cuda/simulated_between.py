@@ -50,6 +50,12 @@ def post_norm(
         write(squares.view(-1), added.square().sum(1))
 
 
+def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:
+    if flag_in_data:
+        assert_written(x)
+    write(y, reference.norm(x, *norm, eps))
+
+
 def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:
     if flag_in_data:
         assert_written(qkv)

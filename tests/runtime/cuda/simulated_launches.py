@@ -25,14 +25,15 @@ def _leave(x: Tensor, half: Tensor, factor: Tensor) -> None:
 
 
 def _add_rows(defines: Any, grid: Any, x: Tensor, width: int, product: Any, *rest: Any) -> None:
-    product_factor, inverse, bias, product_norm, norm, eps, half, factor = rest
+    product_factor, inverse, bias, product_norm, norm, norm_bias, eps, half, factor = rest
     assert (grid, x.shape[1]) == ((len(x),), width)
     if product is not None:
         update = put_together(product, product_factor, inverse, bias)
         assert int(defines["NORMED"]) == (product_norm is not None)
         x += update if product_norm is None else reference.rms_norm(update, product_norm, eps)
     if half is not None:
-        _leave(x if norm is None else reference.rms_norm(x, norm, eps), half, factor)
+        assert int(defines["CENTRED"]) == (norm_bias is not None)
+        _leave(x if norm is None else reference.norm(x, norm, norm_bias, eps), half, factor)
 
 
 def _gate_rows(defines: Any, grid: Any, gate: Tensor, *rest: Any) -> None:

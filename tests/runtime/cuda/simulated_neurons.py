@@ -38,7 +38,7 @@ def neuron_list(defines: Any, grid: Any, gates: Tensor, neurons: int, x: Tensor,
     assert 512 * grid[0] * int(defines["ROUNDS"]) >= neurons
     assert gates.shape == gates_of.shape == (int(defines["INPUTS"]), neurons)
     assert x.shape == normed.shape == (int(defines["INPUTS"]), hidden)
-    normed.copy_(reference.rms_norm(x, norm, eps))
+    normed.copy_(x if norm is None else reference.rms_norm(x, norm, eps))
     after = ACTIVATIONS[int(defines["ACTIVATION"])](gates)
     listed = (after != 0).any(0) if defines["ALL"] == "0" else torch.ones(neurons, dtype=torch.bool)
     if defines["REPLAYED"] == "1":

@@ -49,6 +49,7 @@ VARIANTS = [
     "qwen3, tied",
     "gemma2, soft caps",
     "phi3, a part of each head, longrope",
+    "nemotron, LayerNorm, without a gate",
     INTERLEAVED,
     LARGE,
     SEGMENTS,

@@ -46,6 +46,7 @@ VARIANTS = {
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
         ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96", "NEIGHBOURS=1", "OUTPUT_GATES=1"),
         ("ACTIVATION=5",),
+        *((f"VECTOR={vector}", "ROUNDS=3", "CENTRED=1") for vector in (1, 4)),
     ],
     "attention": [
         (f"HEAD_DIM={width}", f"GQA_RATIO={ratio}", f"KV={type}", f"WARPS={warps}", f"FLAG_IN_DATA={flag_in_data}")
@@ -144,6 +145,7 @@ VARIANTS = {
         for fp8, tile in [(0, TILES[1]), (0, TILES[4]), *((1, tile) for tile in TILES)]
     ],
     "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
+    "layer_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1))],
     "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (2, 1))],
     "route": [
         (f"ROUNDS={rounds}", f"PARTS={parts}", f"FLAG_IN_DATA={flag}")

@@ -70,15 +70,21 @@ def test_texts_side_by_side_turn_by_their_own_lengths() -> None:
     assert largest_difference(found, expected) < TOLERANCE["cuda"]
 
 
-def gemma_by_neurons(rules: bool) -> PackedModel:
-    changes = {"hidden_size": 256, "intermediate_size": 300, "hidden_activation": "relu", "num_hidden_layers": 3}
-    packed = by_neurons(random_model("gemma2, soft caps", **changes))
+BETWEEN_NORMS = {
+    "gemma2, soft caps": {"hidden_activation": "relu"},
+    "nemotron, LayerNorm, without a gate": {},
+}
+
+
+def between_norms(kind: str, rules: bool, gates: str = "zigzag") -> PackedModel:
+    changes = {"hidden_size": 256, "intermediate_size": 300, "num_hidden_layers": 3, **BETWEEN_NORMS[kind]}
+    packed = by_neurons(random_model(kind, **changes), gates=gates)
     return with_rules(packed, stock_model(packed), IDS[:13], [0]) if rules else packed
 
 
-@pytest.mark.parametrize("rules", [False, True])
-def test_neurons_stand_between_norms(kernels: Kernels, rules: bool) -> None:
-    packed = gemma_by_neurons(rules)
+@each_value({"kind": BETWEEN_NORMS, "rules": [False, True], "gates": ["zigzag", "rows"]})
+def test_neurons_stand_between_norms(kernels: Kernels, kind: str, rules: bool, gates: str) -> None:
+    packed = between_norms(kind, rules, gates)
     ours = CudaDecoder(packed, device_of(kernels), 64, 1, "f32", kernels)
     reference = Engine(packed, backend="reference")
     assert largest_difference(ours.prefill(0, torch.tensor(IDS[:6])), reference.prefill(IDS[:6])) < TOLERANCE["cuda"]
@@ -88,8 +94,9 @@ def test_neurons_stand_between_norms(kernels: Kernels, rules: bool) -> None:
     assert largest_difference(torch.cat([ours.step([id], True) for id in IDS[:13]]), expected) < 1e-3
 
 
-def test_neurons_of_several_texts_stand_between_norms(kernels: Kernels) -> None:
-    packed = gemma_by_neurons(rules=False)
+@pytest.mark.parametrize("kind", BETWEEN_NORMS)
+def test_neurons_of_several_texts_stand_between_norms(kernels: Kernels, kind: str) -> None:
+    packed = between_norms(kind, rules=False)
     ours = CudaDecoder(packed, device_of(kernels), 64, 3, "f32", kernels)
     reference = Engine(packed, backend="reference", sequences=3)
     for sequence in range(3):

@@ -32,6 +32,7 @@ class Buffers:
                for what a change of basis follows, and where the MLP leaves none
     normed  -- the rows of attn_in, queries and keys normed, which attention takes where the model norms them over all
                heads together; None: it takes qkv
+    layer_normed -- of models with LayerNorms, what attn_in and the MLP take; None: they take x and between
     updates -- of models with post norms, what attention and the MLP add before it is normed; None: it is not
     reset   -- name of a matrix -> the words that its product resets, as `kernels/common/flag_in_data.cuh` allows
 
@@ -52,6 +53,7 @@ class Buffers:
     before: Tensor | None = None
     updates: tuple[Tensor, Tensor] | None = None
     normed: Tensor | None = None
+    layer_normed: tuple[Tensor, Tensor] | None = None
     flag_in_data: bool = False
     reset: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -120,10 +122,11 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
     heads, ends = _mixed(model), _ends_of_segments(model, kernels)
     of_between, of_y = _parts(model, 1, kernels)
     rows = _rows(model)
-    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (2 if model.row_norms else 1), device)
+    centred = [a.hidden] * model.layer_norms
+    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (1 + model.row_norms) + centred, device)
     numbers, of_router = _numbers(model), _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
-        [a.hidden, of_between, numbers, of_router, *[a.hidden] * (2 if model.post_norms else 0)], device
+        [a.hidden, of_between, numbers, of_router, *[a.hidden] * 2 * model.post_norms, *centred], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
     alternating = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
@@ -154,7 +157,8 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 squares_of_y=None if ends[number] else squares_of_y,
                 before=before,
                 updates=(updates[0], updates[1]) if model.post_norms else None,
-                normed=normed[0] if normed else None,
+                normed=normed[0] if model.row_norms else None,
+                layer_normed=(normed[-1], updates[-1]) if model.layer_norms else None,
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
@@ -191,6 +195,7 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
         squares_of_y=squares,
         updates=(memory(a.hidden), memory(a.hidden)) if model.post_norms else None,
         normed=memory(rows) if model.row_norms else None,
+        layer_normed=(memory(a.hidden), memory(a.hidden)) if model.layer_norms else None,
     )
     ends, buffers = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):

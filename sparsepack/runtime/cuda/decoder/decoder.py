@@ -174,9 +174,12 @@ class CudaDecoder:
                 hidden = self._dense(piece, sequence)
             logits = torch.empty_like(self._step.logits[:1])
             norm, a = self._model.output_norm, self._model.architecture
-            # A copy begins at a multiple of 16 bytes.
-            last = hidden[-1:].clone()
-            self._kernels.product(self._model.output, last, logits, norm=norm, eps=a.norm_eps, cap=a.logit_cap)
+            bias, product = self._model.output_norm_bias, partial(self._kernels.product, cap=a.logit_cap)
+            if bias is None:
+                # A copy begins at a multiple of 16 bytes.
+                product(self._model.output, hidden[-1:].clone(), logits, norm=norm, eps=a.norm_eps)
+            else:
+                product(self._model.output, reference.norm(hidden[-1:], norm, bias, a.norm_eps), logits)
         return logits[0]
 
     def prepare(self, sparse: bool) -> None:
@@ -226,7 +229,7 @@ class CudaDecoder:
         with self._kernels.on_device(self._device):
             first = 0
             for piece in self._prefill_pieces(ids[:sparse_from]):
-                hidden = reference.rms_norm(self._dense(piece, 0), norm, a.norm_eps)
+                hidden = reference.norm(self._dense(piece, 0), norm, self._model.output_norm_bias, a.norm_eps)
                 uncapped = self._kernels.matmul(self._model.output, hidden)
                 logits[first : first + len(piece)] = soft_capped(uncapped, a.logit_cap)
                 first += len(piece)

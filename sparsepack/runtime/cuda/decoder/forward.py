@@ -1,7 +1,8 @@
 """The blocks of a model in order, for a step and for prefill.
 
 Step     one token of each sequence: five kernels a layer (more where attention takes more than one, or
-the basis of the residual stream changes first; two more with post norms, one with norms of all heads together), which
+the basis of the residual stream changes first; two more with post norms or LayerNorms, one with norms of all heads
+together), which
          wait for no host
 Prefill  many positions of a sequence at once, every site dense. Short prompts, which would wait for the host, are CUDA
          graphs from their second time on
@@ -73,16 +74,15 @@ class Step:
         self._buffers = (batch_buffers if together else single_buffers)(model, embedded, kernels)
         self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if model.post_norms else None
         self._first = partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)
-        self._last = partial(
-            kernels.product,
-            model.output,
-            self._buffers[-1].y.view(sequences, -1),
-            self.logits,
-            norm=model.output_norm,
-            eps=float(a.norm_eps),
-            cap=float(a.logit_cap),
-            candidates=candidates,
-        )
+        last, norm = self._buffers[-1].y.view(sequences, -1), model.output_norm
+        product = partial(kernels.product, model.output, cap=float(a.logit_cap), candidates=candidates)
+        self._last: list[Launch] = [partial(product, last, self.logits, norm=norm, eps=float(a.norm_eps))]
+        if model.output_norm_bias is not None:
+            centred, norms = torch.empty_like(last), (norm, model.output_norm_bias)
+            self._last = [
+                partial(kernels.layer_norm, last, norms, float(a.norm_eps), centred),
+                partial(product, centred, self.logits),
+            ]
         self._end = partial(kernels.pick_likeliest, candidates, self.ids, self.best, cache.positions.there)
         self._launches = {sparse: self._put_together(sparse) for sparse in (False, True)}
 
@@ -96,7 +96,7 @@ class Step:
     def _put_together(self, sparse: bool) -> list[Launch]:
         layers = [self._layer(number, of, sparse) for number, of in enumerate(self._buffers)]
         end = partial(self._end, controller=self.controller) if sparse else self._end
-        return [self._first, *(launch for layer in layers for launch in layer), self._last, end]
+        return [self._first, *(launch for layer in layers for launch in layer), *self._last, end]
 
     def run(self, sparse: bool) -> None:
         """Put the kernels of a step on the current stream. Sites without a rule are dense in sparse steps, too."""
@@ -113,6 +113,9 @@ class Step:
             yield partial(self._kernels.product, layer.basis, before, changed)
         squares = None if layer.attn_norm is None else of.squares
         x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=of.flag_in_data and of.squares is not None)
+        if layer.layer_norms is not None and of.layer_normed is not None:
+            yield self._layer_norm(x, layer.layer_norms[0], of.layer_normed[0])
+            x = Input(of.layer_normed[0], eps=eps, flag_in_data=of.flag_in_data)
         yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
         mixer = self._states.blocks.get(number)
         flag_in_data = of.flag_in_data and (mixer is not None or cache.flag_in_data)
@@ -132,6 +135,10 @@ class Step:
         of_mlp = MlpStep(of, between, product, partial(self._active, number), layer.activation, sparse)
         if layer.post_norms is None or of.updates is None or self._zeros is None:
             yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
+            if layer.layer_norms is not None and of.layer_normed is not None:
+                yield self._layer_norm(between, layer.layer_norms[1], of.layer_normed[1])
+                centred = Input(of.layer_normed[1], eps=eps, flag_in_data=of.flag_in_data)
+                of_mlp = replace(of_mlp, input=centred)
             yield from layer.mlp.step(of_mlp, self._workspace, self._kernels)
             return
         after_attention, after_mlp = layer.post_norms
@@ -145,6 +152,12 @@ class Step:
         flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
         squares_of_y = None if layer.attn_norm is None else of.squares_of_y  # blocks are alike in that
         yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
+
+    def _layer_norm(self, x: Input, norm: tuple[Tensor, Tensor], y: Tensor) -> Launch:
+        """The launch that makes y the LayerNorm of x."""
+        rows = len(self.ids)
+        launch = partial(self._kernels.layer_norm, x.x.view(rows, -1), norm, x.eps, y.view(rows, -1))
+        return partial(launch, flag_in_data=x.flag_in_data)
 
     def _post_norm(
         self, update: Tensor, x: Tensor, norm: Tensor, y: Tensor, squares: Tensor | None, flag_in_data: bool
@@ -316,10 +329,14 @@ class Prefill:
                         kernels.add(x, update, update_norm, eps)
                     x, update, update_norm = kernels.matmul(layer.basis, x), None, None
                 after_attention, after_mlp = layer.post_norms or (None, None)
-                normed = kernels.to_scaled_fp16(x, update, layer.attn_norm, eps, update_norm)
+                (attn_norm, attn_bias), (mlp_norm, mlp_bias) = layer.layer_norms or (
+                    (layer.attn_norm, None),
+                    (layer.mlp_norm, None),
+                )
+                normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias)
                 attn_output = self._attention(number, normed, sequence)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
-                normed = kernels.to_scaled_fp16(x, update, layer.mlp_norm, eps, after_attention)
+                normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, after_attention, mlp_bias)
                 update, update_norm = self._mlp(layer, normed, x, filled), after_mlp
         if update is not None:
             kernels.add(x, update, update_norm, eps)

@@ -179,7 +179,6 @@ class NeuronMlp:
     def step(self, step: MlpStep, workspace: ActiveNeurons, kernels: Kernels) -> Iterator[Launch]:
         of, sequences, norm = step.of, len(workspace.x), step.input.norm
         activation = step.activation if self.records.gated else RELU2
-        assert norm is not None
         yield from self.gate.step(step, kernels)
         residual, x = of.between.view(sequences, -1), step.input.x.view(sequences, -1)
         yield partial(

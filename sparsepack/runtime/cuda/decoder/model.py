@@ -28,7 +28,8 @@ rows for both, and relu(h) h is relu2(h)."""
 class CudaLayer:
     """A decoder block without its cache.
 
-    attn_norm, mlp_norm -- the norms of what attention and the MLP read; None: they read it as it is
+    attn_norm, mlp_norm -- the RMSNorms of what attention and the MLP read; None: they read it as it is
+    layer_norms -- weight and bias of the LayerNorms in their place; None: there are none
     basis      -- what its input is multiplied by first; None: nothing
     post_norms -- the norms of what attention and the MLP add; None: they add it as it is
     row_norms  -- those of the queries and of the keys of all heads together; None: there are none
@@ -43,6 +44,7 @@ class CudaLayer:
     post_norms: tuple[Tensor, Tensor] | None = None
     row_norms: tuple[Tensor, Tensor] | None = None
     activation: int = 0
+    layer_norms: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class CudaModel:
     embedding: RowsMatrix
     output: RowsMatrix
     output_norm: Tensor
+    output_norm_bias: Tensor | None = None
 
     @property
     def per_sequence(self) -> Collection[str]:
@@ -69,6 +72,11 @@ class CudaModel:
     def post_norms(self) -> bool:
         """Whether blocks norm what they add."""
         return any(block.norms_after for block in self.architecture.blocks)
+
+    @property
+    def layer_norms(self) -> bool:
+        """Whether blocks read LayerNorms."""
+        return any(block.layer_norms for block in self.architecture.blocks)
 
     @property
     def row_norms(self) -> bool:
@@ -109,12 +117,15 @@ def load_model(
         block = packed.architecture.blocks[number]
 
         def norm(name: str) -> Tensor | None:
-            return load_vector(of.norms[name], device) if name in block.norms else None
+            return load_vector(of.norms[name], device) if name in of.norms else None
 
         def norms(first: str, second: str) -> tuple[Tensor, Tensor] | None:
             one, other = norm(first), norm(second)
             return None if one is None or other is None else (one, other)
 
+        first, second = norms("attn_norm", "attn_norm_bias"), norms("mlp_norm", "mlp_norm_bias")
+        layer_norms = None if first is None or second is None else (first, second)
+        before = (None, None) if block.layer_norms else (norm("attn_norm"), norm("mlp_norm"))
         post_norms, row_norms = norms("attn_post_norm", "mlp_post_norm"), norms("q_row_norm", "k_row_norm")
         of_attention = place_of("attention", number)
         of_basis = here_of if isinstance(of_attention, DividedPlace) else of_attention
@@ -122,9 +133,9 @@ def load_model(
         attention = load_attention(of.attention, device, kernels, of_attention)
         mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
         activation = ACTIVATIONS[block.mlp.activation]
-        return CudaLayer(attention, mlp, norm("attn_norm"), norm("mlp_norm"), basis, post_norms, row_norms, activation)
+        return CudaLayer(attention, mlp, *before, basis, post_norms, row_norms, activation, layer_norms)
 
-    tied = packed.output is packed.embedding
+    tied, output_bias = packed.output is packed.embedding, packed.scaled_output_norm_bias
     output_here = plan is None or plan.output
     embedding_here = output_here if tied else plan is None or plan.embedding
     embedding = kernels.load_rows(packed.embedding, device, place=place(embedding_here))
@@ -136,6 +147,7 @@ def load_model(
         embedding=embedding,
         output=embedding if tied else kernels.load_rows(packed.output, device, place=place(output_here)),
         output_norm=load_vector(packed.scaled_output_norm, device),
+        output_norm_bias=None if output_bias is None else load_vector(output_bias, device),
     )
     kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
     if plan is not None:

@@ -84,6 +84,7 @@ class Kernels:
     attend_offloaded = staticmethod(double_sparsity.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
     post_norm = staticmethod(dense.post_norm)
+    layer_norm = staticmethod(dense.layer_norm)
     norm_rows = staticmethod(dense.norm_rows)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)

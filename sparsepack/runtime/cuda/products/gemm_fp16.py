@@ -128,22 +128,24 @@ def to_scaled_fp16(
     norm: Tensor | None = None,
     eps: float = 0.0,
     update_norm: Tensor | None = None,
+    norm_bias: Tensor | None = None,
 ) -> ScaledFp16:
-    """Scale x, or its RMSNorm, to the input of a product.
+    """Scale x, or its RMSNorm or LayerNorm, to the input of a product.
 
     x           -- float32 [S, columns], contiguous
     update      -- a product that is added to x (the residual stream) before, and x written back
     norm        -- weight of the RMSNorm, float32 [columns], with `eps`
     update_norm -- of that of the update before it is added, likewise; None: it is added as it is
+    norm_bias   -- what the norm adds, float32 [columns]: it is a LayerNorm; None: it is an RMSNorm
     """
     scaled = _new_scaled(x)
-    _add_rows(x, update, update_norm, norm, eps, scaled)
+    _add_rows(x, update, update_norm, norm, norm_bias, eps, scaled)
     return scaled
 
 
 def add(x: Tensor, update: Product, norm: Tensor | None = None, eps: float = 0.0) -> None:
     """x += update, or RMSNorm(update) where a norm's weight is given: float32 [S, columns], contiguous."""
-    _add_rows(x, update, norm, None, eps, None)
+    _add_rows(x, update, norm, None, None, eps, None)
 
 
 def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
@@ -203,6 +205,7 @@ def _add_rows(
     update: Product | None,
     update_norm: Tensor | None,
     norm: Tensor | None,
+    norm_bias: Tensor | None,
     eps: float,
     scaled: ScaledFp16 | None,
 ) -> None:
@@ -210,16 +213,22 @@ def _add_rows(
         return
     product = (update.sums, update.factor, update.inverse, update.bias) if update else (None, None, 0.0, None)
     launch(
-        _row_kernel("add_rows", x.shape[1], x, product[0], normed=update_norm is not None),
+        _row_kernel("add_rows", x.shape[1], x, product[0], 0, update_norm is not None, norm_bias is not None),
         (len(x),),
         THREADS,
-        *(x, x.shape[1], *product, update_norm, norm, float(eps)),
+        *(x, x.shape[1], *product, update_norm, norm, norm_bias, float(eps)),
         *((scaled.values, scaled.factor) if scaled else (None, None)),
     )
 
 
 def _row_kernel(
-    name: str, width: int, x: Tensor, product: Tensor | None = None, activation: int = 0, normed: bool = False
+    name: str,
+    width: int,
+    x: Tensor,
+    product: Tensor | None = None,
+    activation: int = 0,
+    normed: bool = False,
+    centred: bool = False,
 ) -> Kernel:
     """The variant for rows of a width, four columns at a time where rows begin at multiples of 16 bytes."""
     rows = [x] if product is None else [x, product]
@@ -227,7 +236,7 @@ def _row_kernel(
     vector = 1 if addresses % 16 else 4
     defines = (
         *(f"VECTOR={vector}", f"ROUNDS={-(-width // (vector * THREADS))}"),
-        *(f"ACTIVATION={activation}", f"NORMED={int(normed)}"),
+        *(f"ACTIVATION={activation}", f"NORMED={int(normed)}", f"CENTRED={int(centred)}"),
     )
     return kernel("prefill", name, defines, x.device.index or 0)
 
@@ -276,6 +285,29 @@ def _launch(
         (3, len(x)),
         NORM_THREADS,
         *(x, factor, inverse, bias, *norms, queries, keys, float(eps), y),
+    )
+
+
+def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:
+    """Put y = LayerNorm(x) of B rows on the current stream.
+
+    x, y         -- float32 [B, width], contiguous
+    norm, eps    -- weight and bias of the LayerNorm, float32 [width], and what it adds to the variance
+    flag_in_data -- x is in words of `driver/memory.py`: read as soon as it is stored; y may be read so in any case
+
+    Raises `ValueError` for shapes that do not fit.
+    """
+    rows, width = x.shape
+    if y.shape != x.shape or any(of.shape != (width,) for of in norm):
+        raise ValueError(
+            f"y {list(y.shape)}, norm {[list(of.shape) for of in norm]}: expected {[rows, width]} and {[width]}"
+        )
+    defines = (f"ROUNDS={-(-width // NORM_THREADS)}", f"FLAG_IN_DATA={int(flag_in_data)}")
+    launch(
+        kernel("layer_norm", "layer_norm", defines, x.device.index or 0),
+        (rows,),
+        NORM_THREADS,
+        *(x, *norm, width, float(eps), y),
     )
 
 

@@ -174,7 +174,7 @@ def list_neurons(
     gates: Tensor,
     activation: int,
     x: Tensor,
-    norm: Tensor,
+    norm: Tensor | None,
     eps: float,
     to: ActiveNeurons,
     *,
@@ -187,7 +187,7 @@ def list_neurons(
 
     gates        -- float32 [B, neurons], before the activation
     activation   -- number of the function, see `kernels/common/activations.cuh`
-    x            -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]
+    x            -- float32 [B, hidden], before its RMSNorm, whose weight is `norm` float32 [hidden]; None: x is normed
     everyone     -- list every neuron
     active       -- int64 []: the number of listed ones is added to it
     flag_in_data -- gates and x are in words of `driver/memory.py`, of one sequence

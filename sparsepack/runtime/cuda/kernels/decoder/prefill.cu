@@ -13,7 +13,8 @@
 // Macros: VECTOR 4 where every row begins at a multiple of 16 bytes, 1 elsewhere; ROUNDS: width / (VECTOR * THREADS),
 //         rounded up; ACTIVATION: number of the gate's function; or HEADS 1 for split_heads, with HEAD_DIM and the
 //         cache's type KV: 1 bfloat16, 2 float16, 3 float32, ROTARY_DIM and NEIGHBOURS (attention/rotary.cuh),
-//         and OUTPUT_GATES 1 where gates lie behind the queries of each head; NORMED 1: what add_rows adds is normed first
+//         and OUTPUT_GATES 1 where gates lie behind the queries of each head; NORMED 1: what add_rows adds is normed first;
+//         CENTRED 1: norm is a LayerNorm's
 
 #include "common/common.cuh"
 #include "common/activations.cuh"
@@ -33,6 +34,9 @@
 #endif
 #ifndef NORMED
 #define NORMED 0
+#endif
+#ifndef CENTRED
+#define CENTRED 0
 #endif
 
 #if !HEADS
@@ -104,11 +108,12 @@ __device__ __forceinline__ void finished(float (&v)[VECTOR], const float* produc
 // x        float32 [S, width]; what a product adds to it is written back
 // product  float32 [S, width] or null, with its factors, `inverse`, and bias [width] or null
 // product_norm  float32 [width]: RMSNorm of what is added, where NORMED
-// norm     float32 [width]: RMSNorm comes before `scaled`; or null
+// norm     float32 [width]: RMSNorm comes before `scaled`, or where CENTRED LayerNorm, with norm_bias [width]; or null
 // scaled   float16 [S, width] and factor float32 [S]; or null: x is all that is wanted
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_rows(float* x, int width, const float* product, const float* product_factor, float inverse, const float* bias,
-             const float* product_norm, const float* norm, float eps, u16* scaled, float* factor) {
+             const float* product_norm, const float* norm, const float* norm_bias, float eps, u16* scaled,
+             float* factor) {
     __shared__ float scratch[2][THREADS / 32];
     launch_dependents();
     wait_for_previous();
@@ -146,14 +151,43 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
 #pragma unroll
         for (int j = 0; j < VECTOR; ++j) {
-            sum += v[r][j] * v[r][j];
-            if (norm) v[r][j] *= norm[k + j];
+            sum += CENTRED ? v[r][j] : v[r][j] * v[r][j];
+            if (norm && !CENTRED) v[r][j] *= norm[k + j];
             largest = fmaxf(largest, fabsf(v[r][j]));
         }
     }
     if (!scaled) return;
     over_block(sum, largest, scratch);
-    const float scale = norm ? 1 / sqrtf(sum / width + eps) : 1;
+    float scale = norm ? 1 / sqrtf(sum / width + eps) : 1;
+#if CENTRED
+    const float mean = sum / width;
+    sum = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        if (column(r) >= width) break;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+            v[r][j] -= mean;
+            sum += v[r][j] * v[r][j];
+        }
+    }
+    __syncthreads();  // scratch is written again
+    over_block(sum, largest, scratch);
+    const float normed = 1 / sqrtf(sum / width + eps);
+    scale = 1, largest = 0;
+#pragma unroll
+    for (int r = 0; r < ROUNDS; ++r) {
+        const int k = column(r);
+        if (k >= width) break;
+#pragma unroll
+        for (int j = 0; j < VECTOR; ++j) {
+            v[r][j] = v[r][j] * normed * norm[k + j] + norm_bias[k + j];
+            largest = fmaxf(largest, fabsf(v[r][j]));
+        }
+    }
+    __syncthreads();
+    over_block(sum, largest, scratch);
+#endif
     const int exponent = exponent_for(largest * scale);
     const float up = power_of_two(exponent);
 #pragma unroll

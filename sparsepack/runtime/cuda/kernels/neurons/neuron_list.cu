@@ -61,7 +61,8 @@ __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const d
     return chosen;
 }
 
-// x        float32 [INPUTS][hidden]; norm [hidden]: RMSNorm's weight; normed: the same as x, after the norm
+// x        float32 [INPUTS][hidden]; norm [hidden]: RMSNorm's weight, null: x is normed already; normed: the
+//          same as x, after the norm
 // counts   int32 [3]: how many are listed of the first memory, in all, and how many are asked of the processor
 // active   the number of active neurons is added; or null
 // tables   int32 [2][blocks][neurons], of this block in the first: the slots, or -1; version: int32, which of the two
@@ -161,7 +162,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
         const float scale = 1 / sqrtf(warp_sum(lane < WARPS ? squares[b][lane] : 0) / hidden + eps);
 #pragma unroll 1
         for (int k = block * THREADS + threadIdx.x; k < hidden; k += CLUSTER * THREADS) {
-            const float v = load_l2(x + b * hidden + k) * scale * norm[k];
+            const float v = load_l2(x + b * hidden + k) * (norm ? scale * norm[k] : 1);
             normed[b * hidden + k] = v;
             if (DIVIDED) request_x[b * hidden + k] = v;
         }
