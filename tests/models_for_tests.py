@@ -253,6 +253,17 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "glm4_moe_lite": {**LATENTS, "n_shared_experts": 1, "v_head_dim": 96},
+    "lfm2_moe": {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "num_dense_layers": 1,
+        "moe_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "pad_token_id": 0,
+        "tie_word_embeddings": True,
+    },
     "qwen3_5_moe_text": {
         "num_key_value_heads": 1,
         "num_hidden_layers": 4,
@@ -265,6 +276,21 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 256,
         "num_experts": 8,
         "num_experts_per_tok": 2,
+        "tie_word_embeddings": False,
+    },
+    "qwen3_next": {
+        "num_key_value_heads": 1,
+        "num_hidden_layers": 4,
+        "head_dim": 64,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 64,
+        "moe_intermediate_size": 256,
+        "shared_expert_intermediate_size": 256,
+        "num_experts": 8,
+        "num_experts_per_tok": 2,
+        "norm_topk_prob": True,
         "tie_word_embeddings": False,
     },
 }
@@ -377,6 +403,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
     if values["num_hidden_layers"] == 1 and family in EXPERTS:  # and so has experts
         dense = FAMILIES[family].dense_mlps
         values |= {} if dense is None else {dense.key: dense.setting(False)}
+        values |= {"layer_types": ["full_attention"]} if values.get("layer_types") else {}
     if family == "granitemoehybrid":
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)
@@ -426,7 +453,7 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
             else:
                 parameter.copy_(noise / parameter.shape[-1] ** 0.5)
         for name, buffer in model.named_buffers():
-            if name.endswith("correction_bias"):
+            if name.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(0.2 * torch.randn(buffer.shape, generator=generator))
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer().save_pretrained(folder)

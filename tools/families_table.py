@@ -66,9 +66,11 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "gpt-oss": ("gpt_oss", {}),
     "Qwen3.5, Qwen3.6 (text)": ("qwen3_5_text", {}),
     "Qwen3.5-MoE, Qwen3.6-MoE (text)": ("qwen3_5_moe_text", {}),
+    "Qwen3-Next": ("qwen3_next", {}),
     "DeepSeek V3, R1": ("deepseek_v3", {}),
     "DeepSeek V2": ("deepseek_v2", {"num_experts_per_tok": 6}),
     "GLM-4.7-Flash": ("glm4_moe_lite", {}),
+    "LFM2-MoE": ("lfm2_moe", {"layer_types": ["conv", "full_attention"] * 2, "num_hidden_layers": 4}),
     "OPT": ("opt", {}),
 }
 """For people -> the family, and what such a model's configuration has that is not its family's default."""

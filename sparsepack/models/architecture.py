@@ -161,10 +161,10 @@ class Architecture:
         family = FAMILIES[self.model_type]
         if self.latent is not None and not self.latent.q_rank:
             family = family.plain_queries
+        if layer in self.state_layers:
+            family = family.state_block
         if layer in self.dense_layers:
             return family.dense_block
-        if layer in self.state_layers:
-            return family.state_block
         return family.k_eq_v_block if self.k_eq_v and not self.sliding_windows[layer] else family
 
     @property

@@ -85,7 +85,6 @@ REFUSED: Mapping[str, str] = MappingProxyType(
     {
         **dict.fromkeys(("deepseek_v32", "kimi_k2"), _LATENT),
         **dict.fromkeys(("glm4_moe", "dots1", "ernie4_5_moe", "minimax_m2"), _OTHER_ROUTERS),
-        "qwen3_next": "its gated delta nets have queries, keys, values and gates of a head side by side in one matrix",
         "minimax": "most of its layers have linear attention",
         "phimoe": "its router chooses by sparse mixing",
         "jamba": "most of its layers are state-space models",

@@ -85,6 +85,7 @@ class Family:
     norm_offset    -- what is added to the weights of norms before they multiply
     gguf           -- what llama.cpp knows of it; None: nothing
     rotary         -- which channels of a head the stock model turns together
+    rotary_module  -- of the backbone, that computes the frequencies
     slides         -- a window in config.json holds for all layers where it does not say for which
     backbone       -- the module with the blocks, within the causal language model
     widening       -- the matrix behind an embedding that is not as wide as the blocks
@@ -134,6 +135,7 @@ class Family:
     projections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: PROJECTIONS)
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     rotary: Rotary = "half-split"
+    rotary_module: str = "rotary_emb"
     slides: bool = False
     backbone: str = "model"
     widening: str = ""
@@ -247,30 +249,25 @@ class Family:
     def at(self, config: Any, layer: int) -> "Family":
         """The names of a block of a stock configuration's model."""
         family = self.of(config)
+        if self.state is not None and config.layer_types[layer] == self.state.kind:
+            family = family.state_block
         if layer in family.dense_layers:
             return family.dense_block
-        if self.state is not None and config.layer_types[layer] == self.state.kind:
-            return self.state_block
         if self.k_eq_v and getattr(config, self.k_eq_v) and config.layer_types[layer] == "full_attention":
             return self.k_eq_v_block
         return family
 
     def of_block(self, block: Any) -> "Family":
         """The names of a stock decoder block."""
-        if self.state is not None and hasattr(block, self.state.module):
-            return self.state_block
         if self.k_eq_v and block.self_attn.v_proj is None:
             return self.k_eq_v_block
-        family = self
+        family = self.state_block if self.state is not None and hasattr(block, self.state.module) else self
         if self.latent and getattr(block.self_attn, LATENT_QUERIES.rpartition(".")[2]) is not None:
             family = self.plain_queries
         if self.dense_mlps is None or self.experts is None:
             return family
         mlp, _, experts = self.experts.module.rpartition(".")
         return family.expert_block if hasattr(block.get_submodule(mlp), experts) else family.dense_block
-        if self.state is not None and hasattr(block, self.state.module):
-            return self.state_block
-        return self.k_eq_v_block if self.k_eq_v and block.self_attn.v_proj is None else self
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:

@@ -211,7 +211,7 @@ def _router(config: Any, experts: Experts, count: int) -> Router | None:
     names = experts.routing
     if names is None:
         return None
-    groups, used = (getattr(config, name) or 1 for name in (names.groups, names.groups_used))
+    groups, used = (getattr(config, name, None) or 1 for name in (names.groups, names.groups_used))
     if names.method and getattr(config, names.method) == "greedy":
         groups, used = 1, 1
     elif names.method and getattr(config, names.method) != "group_limited_greedy":
@@ -327,11 +327,11 @@ def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:
 
     from sparsepack.models.hf_model.model import single_layer
 
-    single, field = single_layer(config), FAMILIES[config.model_type].rope_field
-    if field:
-        setattr(single, field, "rope")
+    single, family = single_layer(config), FAMILIES[config.model_type]
+    if family.rope_field:
+        setattr(single, family.rope_field, "rope")
     with torch.device("meta"):
-        rotary_class = type(AutoModel.from_config(single, **STOCK_ALONE).rotary_emb)
+        rotary_class = type(getattr(AutoModel.from_config(single, **STOCK_ALONE), family.rotary_module))
     rotary = rotary_class(config)
     prefixes = [""] if hasattr(rotary, "inv_freq") else [f"{kind}_" for kind in _kinds(config)]
     return [

@@ -1,11 +1,13 @@
-"""LFM2: gated short convolutions in most blocks, which keep their last inputs in place of keys and values, in the
-others attention with norms of heads; norms and matrices of other names, an MLP whose width is computed."""
+"""LFM2, dense and mixtures of experts: gated short convolutions in most blocks, which keep their last inputs in place
+of keys and values, in the others attention with norms of heads; norms and matrices of other names, and in dense models
+an MLP whose width is computed. Mixtures begin with dense MLPs and have routers of sigmoids."""
 
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from sparsepack.models.family import Family
-from sparsepack.models.parts import LlamaCpp, ShortConvNames
+from sparsepack.models.family import DenseMlps, Family
+from sparsepack.models.parts import Experts, LlamaCpp, RouterNames, ShortConvNames
 
 
 def _width(config: Any) -> int:
@@ -42,33 +44,54 @@ _LLAMA_CPP = LlamaCpp(
     transformers=False,
 )
 
+_ATTENTION = {
+    "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attn_out": ("self_attn.out_proj",),
+}
+_MLP = {"mlp_in": ("feed_forward.w1", "feed_forward.w3"), "mlp_mid": ("feed_forward.w2",)}
+_EXPERTS = Experts(
+    "feed_forward.experts",
+    "feed_forward.gate",
+    "feed_forward",
+    ("w1", "w3", "w2"),
+    normalised="norm_topk_prob",
+    routing=RouterNames(sigmoid=True, correction="feed_forward.expert_bias"),
+)
+_IN, _MID = _EXPERTS.parameters
+_DENSE = Family(
+    "lfm2",
+    _LLAMA_CPP,
+    projections=MappingProxyType({**_ATTENTION, **_MLP}),
+    norms=MappingProxyType(
+        {
+            "attn_norm": "operator_norm",
+            "mlp_norm": "ffn_norm",
+            "q_norm": "self_attn.q_layernorm",
+            "k_norm": "self_attn.k_layernorm",
+        }
+    ),
+    after=("embedding_norm",),
+    fields=MappingProxyType({"rms_norm_eps": "norm_eps"}),
+    activation="silu",
+    residual=None,
+    unrotatable="convolutions stand between its matrices",
+    only=MappingProxyType({"conv_bias": False}),
+    short_conv=ShortConvNames(),
+    mlp_width=_width,
+)
+
 FAMILIES = (
-    Family(
-        "lfm2",
-        _LLAMA_CPP,
-        projections=MappingProxyType(
-            {
-                "attn_in": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-                "attn_out": ("self_attn.out_proj",),
-                "mlp_in": ("feed_forward.w1", "feed_forward.w3"),
-                "mlp_mid": ("feed_forward.w2",),
-            }
-        ),
-        norms=MappingProxyType(
-            {
-                "attn_norm": "operator_norm",
-                "mlp_norm": "ffn_norm",
-                "q_norm": "self_attn.q_layernorm",
-                "k_norm": "self_attn.k_layernorm",
-            }
-        ),
-        after=("embedding_norm",),
-        fields=MappingProxyType({"rms_norm_eps": "norm_eps"}),
-        activation="silu",
-        residual=None,
-        unrotatable="convolutions stand between its matrices",
-        only=MappingProxyType({"conv_bias": False}),
-        short_conv=ShortConvNames(),
-        mlp_width=_width,
+    _DENSE,
+    replace(
+        _DENSE,
+        model_type="lfm2_moe",
+        rotary_module="pos_emb",
+        gguf=None,
+        projections=MappingProxyType({**_ATTENTION, "mlp_in": (_IN,), "mlp_mid": (_MID,)}),
+        fields=MappingProxyType({**_DENSE.fields, "intermediate_size": "moe_intermediate_size"}),
+        only=MappingProxyType({**_DENSE.only, "use_expert_bias": True}),
+        mlp_width=None,
+        experts=_EXPERTS,
+        dense_mlps=DenseMlps("num_dense_layers", projections=MappingProxyType(_MLP)),
     ),
 )

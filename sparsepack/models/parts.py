@@ -68,6 +68,7 @@ class DeltaNetNames:
     parameters  -- our name -> its parameter: convolution [channels, 1, taps], log of the decay's rate and bias of the
                    decay [value_heads], RMSNorm of the output of each head [value_dim]
     fields      -- of the configuration, in the order of `blocks.DeltaNet`
+    grouped     -- checkpoints have the projections and gates head by head in two matrices (`checkpoint.delta_net`)
     """
 
     kind: str = "linear_attention"
@@ -102,6 +103,7 @@ class DeltaNetNames:
         "linear_value_head_dim",
         "linear_conv_kernel_dim",
     )
+    grouped: bool = False
 
     @property
     def tensors(self) -> Mapping[str, str]:

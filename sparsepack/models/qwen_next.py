@@ -1,6 +1,6 @@
-"""Qwen3.5 and 3.6, dense and mixtures of experts: gated delta nets in three of four blocks, in the others attention
-with an output gate and a rotary embedding of a part of each head; (1 + w) in norms, but for the one within a delta
-net."""
+"""Qwen3-Next, Qwen3.5 and 3.6, dense and mixtures of experts: gated delta nets in three of four blocks, in the others
+attention with an output gate and a rotary embedding of a part of each head; (1 + w) in norms, but for the one within a
+delta net."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -59,14 +59,23 @@ _DENSE = Family(
 _IN, _MID = _EXPERTS.parameters
 _SHARED_IN, _SHARED_MID = SharedExpert().projections
 
+_MIXTURE = replace(
+    _DENSE,
+    model_type="qwen3_5_moe_text",
+    gguf=replace(_LLAMA_CPP, architecture="qwen35moe", parts=_parts(SHARED_EXPERT_PARTS)),
+    projections=MappingProxyType({**PROJECTIONS, "mlp_in": (_IN, *_SHARED_IN), "mlp_mid": (_MID, *_SHARED_MID)}),
+    fields=MappingProxyType({"intermediate_size": "moe_intermediate_size"}),
+    experts=_EXPERTS,
+)
+
 FAMILIES = (
     _DENSE,
+    _MIXTURE,
     replace(
-        _DENSE,
-        model_type="qwen3_5_moe_text",
-        gguf=replace(_LLAMA_CPP, architecture="qwen35moe", parts=_parts(SHARED_EXPERT_PARTS)),
-        projections=MappingProxyType({**PROJECTIONS, "mlp_in": (_IN, *_SHARED_IN), "mlp_mid": (_MID, *_SHARED_MID)}),
-        fields=MappingProxyType({"intermediate_size": "moe_intermediate_size"}),
-        experts=_EXPERTS,
+        _MIXTURE,
+        model_type="qwen3_next",
+        gguf=None,
+        delta_net=DeltaNetNames(grouped=True),
+        experts=replace(_EXPERTS, normalised="norm_topk_prob", dense={"mlp_only_layers": [], "decoder_sparse_step": 1}),
     ),
 )

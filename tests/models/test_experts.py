@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError, RotationError, UserError
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
+from sparsepack.models.checkpoint.delta_net import grouped_source
 from sparsepack.models.checkpoint.experts import PARTS, apart_source, fused_tensor, part_shapes, part_tensor
 from sparsepack.models.families import REFUSED, family_of
 from sparsepack.models.family import SITES
@@ -57,20 +58,26 @@ def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Pa
     names = load_file(folders[family] / FILE)
     assert any(".experts.7." in name for name in names)  # what is tested: they are stored one by one
     checkpoint, stock = open_checkpoint(folders[family]), stock_model(folders[family])
+    stored = grouped_source(checkpoint.source, checkpoint.family, checkpoint.config)
     for name, parameter in stock.named_parameters():
-        assert torch.equal(checkpoint.tensor(name).float(), parameter), name
+        assert torch.equal(stored.tensor(name).float(), parameter), name
     mine = load_model(checkpoint)
     with torch.inference_mode():
         expected = stock(IDS).logits
         assert torch.allclose(mine(IDS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     numbers = checkpoint.architecture.experts
     assert numbers is not None
-    shared = {"qwen2_moe": 2, "qwen3_5_moe_text": 1, "deepseek_v3": 1, "deepseek_v2": 2, "glm4_moe_lite": 1}.get(
-        family, 0
-    )
+    shared = {
+        "qwen2_moe": 2,
+        "qwen3_5_moe_text": 1,
+        "deepseek_v3": 1,
+        "deepseek_v2": 2,
+        "glm4_moe_lite": 1,
+        "qwen3_next": 1,
+    }.get(family, 0)
     assert (numbers.count, numbers.used, numbers.shared) == (8, 2, shared)
     assert numbers.normalised == (
-        family in ("mixtral", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite")
+        family in ("mixtral", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "lfm2_moe", "qwen3_next")
     )
     layer = len(checkpoint.architecture.dense_layers)
     for site, rows in (("mlp_in", 512), ("mlp_mid", 256)):

@@ -28,7 +28,7 @@ from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.found import family_of_config
-from sparsepack.models.hf_config import architecture_of
+from sparsepack.models.hf_config import architecture_of, state_layers
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import build_model, parameter_shapes
 from sparsepack.models.sites import SiteRule, sparsify
@@ -106,6 +106,18 @@ LATENTS: dict[str, Any] = {
     "moe_intermediate_size": 43,
     "n_routed_experts": 6,
     "num_experts_per_tok": 2,
+}
+LFM2_MOE: dict[str, Any] = {
+    "model_type": "lfm2_moe",
+    "num_hidden_layers": 3,
+    "layer_types": ["conv", "full_attention", "conv"],
+    "num_dense_layers": 1,
+    "moe_intermediate_size": 43,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+    "norm_eps": 1e-5,
+    "tie_word_embeddings": True,
 }
 
 GEMMA_4: dict[str, Any] = {
@@ -394,7 +406,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
 
     def delta_net(layer: int) -> dict[str, Tensor]:
         names = family.state
-        if names is None or family.at(config, layer) is family:
+        if names is None or layer not in state_layers(config):
             return {}
         found = {name: weight(f"model.layers.{layer}.{tensor}") for name, tensor in names.tensors.items()}
         return {name: value[:, 0] if value.dim() == 3 else value for name, value in found.items()}

@@ -12,6 +12,7 @@ from packed_models import (
     DELTA_MIXTURE,
     GPT_OSS,
     LATENTS,
+    LFM2_MOE,
     random_model,
     stock_logits,
     stock_model,
@@ -101,6 +102,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
     "qwen3.5_moe, states": {**DELTA_MIXTURE, "num_experts": 4, "num_experts_per_tok": 1},
+    "qwen3_next, states, weights as they are": {
+        **DELTA_MIXTURE,
+        "model_type": "qwen3_next",
+        "norm_topk_prob": False,
+    },
     "deepseek_v3, latents, groups, yarn": {
         "model_type": "deepseek_v3",
         **LATENTS,
@@ -149,6 +155,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         **LATENTS,
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
+    "lfm2_moe, short convolutions, sigmoids": LFM2_MOE,
 }
 
 every_backend = every_backend_that(lambda row: EXPERTS in row.mlps)
@@ -347,10 +354,10 @@ def test_the_router_chooses_as_the_stock_one() -> None:
     for variant in VARIANTS:
         packed, stock = models(variant)
         layer = min({*range(packed.architecture.layers)} - {*packed.architecture.dense_layers})
-        of_stock = stock.model.layers[layer].mlp
-        mlp, router = experts_of(packed, layer), of_stock.router if "gpt_oss" in variant else of_stock.gate
+        block, names = stock.model.layers[layer], packed.architecture.family(layer).experts
+        mlp, router = experts_of(packed, layer), block.get_submodule(names.router)
         x = torch.randn(9, packed.architecture.hidden)
-        _, weights, chosen = router(x)
+        _, weights, chosen = router(x, mlp.correction) if "lfm2" in variant else router(x)
         how = mlp.used, mlp.normalised, mlp.router_bias, mlp.routing, mlp.correction
         found, of_found = (each.gather(1, chosen_at) for chosen_at, each in ordered(*route(x, mlp.router, *how)))
         chosen, weights = (each.gather(1, chosen_at) for chosen_at, each in ordered(chosen, weights))

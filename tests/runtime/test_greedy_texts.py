@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import LATENTS, random_model, stock_model
+from packed_models import DELTA_MIXTURE, LATENTS, LFM2_MOE, random_model, stock_model
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
@@ -38,6 +38,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "exaone4": ("exaone4, only layers with a window turn", {"sliding_window": 60, "max_position_embeddings": 300}),
     "states": ("qwen3.5, states", {"max_position_embeddings": 300}),
     "lfm2": ("lfm2, short convolutions", {"max_position_embeddings": 300}),
+    "lfm2_moe": ("llama", {**LFM2_MOE, "max_position_embeddings": 300}),
+    "qwen3_next": (
+        "llama",
+        {**DELTA_MIXTURE, "model_type": "qwen3_next", "num_experts_per_tok": 6, "max_position_embeddings": 300},
+    ),
     "gemma4": ("gemma4, keys for values", {"sliding_window": 60, "max_position_embeddings": 300}),
     "latents": (
         "llama",

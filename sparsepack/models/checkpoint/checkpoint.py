@@ -25,6 +25,7 @@ from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, checked_family, file_config, folder_config
 from sparsepack.models.checkpoint.converted import found_source
+from sparsepack.models.checkpoint.delta_net import apart_source
 from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source, ordered_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.quantised import quantised_source
@@ -350,7 +351,8 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         stored.hash.begin()
     source: TensorSource
     named = found_source(config, stored, name) if isinstance(family, FoundFamily) else stored
-    source, config.tie_word_embeddings = resolve_output(named, family.embedding, family.head)
+    ordered = apart_source(named, family, config) if file is None else named
+    source, config.tie_word_embeddings = resolve_output(ordered, family.embedding, family.head)
     if described.tied not in (None, config.tie_word_embeddings):
         found = "the embedding" if config.tie_word_embeddings else "a matrix of its own"
         say(

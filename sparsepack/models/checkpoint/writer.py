@@ -5,7 +5,6 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +27,7 @@ from sparsepack.files.tensors import (
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import QUANTISED, segmented_config, stock_values
 from sparsepack.models.checkpoint.converted import released_source
+from sparsepack.models.checkpoint.delta_net import grouped_source
 from sparsepack.models.checkpoint.experts import apart_source
 from sparsepack.models.checkpoint.sources import changed_source
 from sparsepack.models.families import TEXT_PARTS
@@ -53,8 +53,10 @@ def write_checkpoint(
     shard_bytes -- of tensors in one file at most
     """
     family = checkpoint.family
-    apart = apart_source if family.has_row else partial(released_source, checkpoint.config)
-    source = apart(checkpoint.source, family)
+    if family.has_row:
+        source = grouped_source(apart_source(checkpoint.source, family), family, checkpoint.config)
+    else:
+        source = released_source(checkpoint.config, checkpoint.source, family)
     names = sorted(source.shapes, key=lambda name: (_layer_of(family, name), name))
     entries = [TensorEntry(name, source.dtypes[name], source.shapes[name]) for name in names]
     with atomic_folder(output, overwrite) as folder, progress("writing", len(names)) as advance:

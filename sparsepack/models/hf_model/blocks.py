@@ -19,7 +19,7 @@ from sparsepack.models.family import HEAD
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.attention import Watcher, masks_of_whole_texts, watched_attention
 from sparsepack.models.hf_model.fused import Parts, norms_by_one_kernel, parts_by
-from sparsepack.models.hf_model.hooks import ONE_BY_ONE, check_finite, order_experts
+from sparsepack.models.hf_model.hooks import ONE_BY_ONE, check_finite, order_parameters
 from sparsepack.models.hf_model.model import BlockSource, add_basis, backbone_of, layer_kind, single_layer
 from sparsepack.models.hf_model.prefetch import AT_ONCE, BlocksAhead, run_between_copies
 from sparsepack.progress import say
@@ -253,7 +253,7 @@ class BlockStream:
         with torch.device("meta"):
             how = {"attn_implementation": self._attention, "experts_implementation": ONE_BY_ONE}
             backbone = backbone_of(AutoModel.from_config(config, **how, **STOCK_ALONE))
-        order_experts(backbone.layers, family)
+        order_parameters(backbone.layers, family)
         if layer in self.source.bases:
             add_basis(backbone.layers[0], config.hidden_size)
         backbone.eval().requires_grad_(False)
@@ -267,9 +267,9 @@ class BlockStream:
             setattr(backbone, family.widening, nn.Identity())
         if family.positions is not None:
             setattr(backbone, family.positions.module, _Nowhere())
-        if getattr(backbone, "rotary_emb", None) is not None:
+        if (rotary := getattr(backbone, family.rotary_module, None)) is not None:
             # Its frequencies are computed, not loaded: made again off the meta device.
-            backbone.rotary_emb = type(backbone.rotary_emb)(config).to(self.device)
+            setattr(backbone, family.rotary_module, type(rotary)(config).to(self.device))
         return backbone
 
 

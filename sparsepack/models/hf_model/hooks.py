@@ -154,18 +154,43 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
     return output
 
 
-def order_experts(blocks: Iterable[nn.Module], family: Family) -> None:
-    """Let the experts of stock blocks that hold their parameters in another order (`Experts.alternate`) have them, and
-    compute with them, as those of other families. What the parameters held is lost."""
-    experts = family.experts
-    if experts is None or not experts.alternate:
-        return
+def order_parameters(blocks: Iterable[nn.Module], family: Family) -> None:
+    """Let stock blocks that hold parameters in another order have them, and compute with them, as those of other
+    families: experts (`Experts.alternate`), and gated delta nets (`DeltaNetNames.grouped`). What these parameters held
+    is lost."""
+    experts, state = family.experts, family.delta_net
     for block in blocks:
-        module: Any = block.get_submodule(experts.module)
-        for name in (Experts.GATE_UP, Experts.DOWN):
-            value = getattr(module, name)
-            setattr(module, name, nn.Parameter(value.mT.contiguous(), requires_grad=value.requires_grad))
-        module.forward = partial(_forward, module)
+        if experts is not None and experts.alternate:
+            module: Any = block.get_submodule(experts.module)
+            for name in (Experts.GATE_UP, Experts.DOWN):
+                value = getattr(module, name)
+                setattr(module, name, nn.Parameter(value.mT.contiguous(), requires_grad=value.requires_grad))
+            module.forward = partial(_forward, module)
+        if state is not None and state.grouped and hasattr(block, state.module):
+            _order_delta_net(getattr(block, state.module))
+
+
+def _order_delta_net(module: Any) -> None:
+    """Give a stock delta net whose heads stand side by side four projections in place of two; those two then join what
+    these make, as the module's own code takes it apart again."""
+    hidden, like = module.hidden_size, module.in_proj_qkvz.weight
+    rows = {"qkv": 2 * module.key_dim + module.value_dim, "z": module.value_dim}
+    rows |= {"b": module.num_v_heads, "a": module.num_v_heads}
+    for name, count in rows.items():
+        linear = nn.Linear(hidden, count, bias=False, device=like.device, dtype=like.dtype)
+        setattr(module, f"in_proj_{name}", linear.requires_grad_(like.requires_grad))
+    heads = module.num_k_heads
+
+    def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.cat([torch.unflatten(part, -1, (heads, -1)) for part in parts], -1).flatten(-2)
+
+    def qkvz(x: torch.Tensor) -> torch.Tensor:
+        of_heads = module.in_proj_qkv(x).split([module.key_dim, module.key_dim, module.value_dim], -1)
+        return joined([*of_heads, module.in_proj_z(x)])
+
+    del module.in_proj_qkvz, module.in_proj_ba
+    module.in_proj_qkvz = qkvz
+    module.in_proj_ba = lambda x: joined([module.in_proj_b(x), module.in_proj_a(x)])
 
 
 SiteFunction = Callable[[int, str, torch.Tensor], torch.Tensor | None]

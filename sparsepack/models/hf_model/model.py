@@ -17,7 +17,7 @@ from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import BASIS, HEAD, Family
 from sparsepack.models.found import family_of_config, meta_model
 from sparsepack.models.hf_config import multipliers
-from sparsepack.models.hf_model.hooks import ONE_BY_ONE, order_experts
+from sparsepack.models.hf_model.hooks import ONE_BY_ONE, order_parameters
 from sparsepack.progress import say
 from sparsepack.workers.launch import several
 
@@ -91,7 +91,7 @@ def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tupl
     for layers in alike.values():
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(single_layer(config, layers[0]), **STOCK_ALONE)
-        order_experts(backbone_of(model).layers, family)
+        order_parameters(backbone_of(model).layers, family)
         for name, parameter in placed_in(model):
             within = name.removeprefix(f"{family.block(0)}.")
             of_layers = [f"{family.block(layer)}.{within}" for layer in layers if within != name]
@@ -221,7 +221,7 @@ def build_model(
             config, attn_implementation=attention, experts_implementation=ONE_BY_ONE, dtype=dtype, **STOCK_ALONE
         )
     backbone = backbone_of(model)
-    order_experts(backbone.layers, FAMILIES[config.model_type])
+    order_parameters(backbone.layers, FAMILIES[config.model_type])
     for layer in bases:
         add_basis(backbone.layers[layer], config.hidden_size)
     found = places(model)
@@ -248,8 +248,8 @@ def build_model(
         backbone.get_submodule(family.after[-1]).register_forward_hook(lambda _, __, output: output * factor)
         model.config = copy.deepcopy(model.config)
         setattr(model.config, family.divides_logits, 1.0)
-    if getattr(backbone, "rotary_emb", None) is not None:
-        backbone.rotary_emb = type(backbone.rotary_emb)(config).to(first)
+    if (rotary := getattr(backbone, family.rotary_module, None)) is not None:
+        setattr(backbone, family.rotary_module, type(rotary)(config).to(first))
     if found is not None:
         spread(model, found)
     return model.eval()
