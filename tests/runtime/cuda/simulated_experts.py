@@ -13,6 +13,7 @@ from sparsepack.formats.matrix import PackedExperts
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.memory import SENTINEL
 from sparsepack.runtime.cuda.products import zigzag_products
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference import products as reference_experts
@@ -31,6 +32,10 @@ class Experts:
         padded = [torch.nn.functional.pad(matrix.weight, missing) for matrix in self.each]
         return replace(self.each[0], weight=torch.cat(padded))
 
+    @property
+    def grouped(self) -> bool:
+        return self.each[0].block == "Q4_K"
+
     def expert(self, number: int) -> Matrix:
         return self.each[number]
 
@@ -48,6 +53,27 @@ def load_experts(
 ) -> Experts:
     each = [load_zigzag(matrix.expert(number), device, gate=gate) for number in range(matrix.experts)]
     return Experts(each, Together(matrix.experts - shared, used, normalised, added, shared))
+
+
+def multiply_grouped(
+    experts: Experts,
+    x: ScaledFp16,
+    order: Tensor,
+    ends: Tensor,
+    each: int,
+    bias: Tensor | None = None,
+    *,
+    zeros: bool = False,
+) -> Product:
+    y = torch.full((len(order), experts.all.rows), 0.0 if zeros else torch.nan)
+    assert zeros or int(ends[-1]) == len(order)
+    for number, matrix in enumerate(experts.each):
+        places = order[ends[number] : ends[number + 1]]
+        rows = x.values[places // each].float() @ (matrix.weight * matrix.fp16_scale).half().float().t()
+        y[places] = rows * (x.factor[places // each] / matrix.fp16_scale)[:, None]
+        if bias is not None:
+            y[places] += bias[number]
+    return Product(y, torch.ones(len(y)), 1.0, None)
 
 
 def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch: Tensor) -> list[Tensor]:

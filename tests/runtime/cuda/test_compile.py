@@ -84,6 +84,10 @@ VARIANTS = {
     "delta_prefill": DELTA_NETS,
     "short_conv": [("TAPS=3", "FLAG_IN_DATA=1"), ("TAPS=16", "FLAG_IN_DATA=0")],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
+    "grouped_product": [
+        (f"BANDS={bands}", f"TOKENS={tokens}", "STAGES=4", f"ALIGNED={aligned}")
+        for bands, tokens, aligned in ((1, 16, 0), (2, 32, 1), (2, 64, 1), (1, 64, 1))
+    ],
     "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in CUDA_BLOCKS],
     "neuron_list": [
         (

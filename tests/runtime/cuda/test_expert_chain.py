@@ -77,8 +77,8 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @cache
-def model(variant: str, rules: bool = False, levels: bool = False) -> PackedModel:
-    packed = random_model(**VARIANTS[variant], **({"block": "Q6_P", "tails": True} if levels else {}))
+def model(variant: str, rules: bool = False, levels: bool = False, planes: bool = False) -> PackedModel:
+    packed = random_model(**VARIANTS[variant], **({"block": "Q6_P", "tails": True} if levels or planes else {}))
     if levels:
         return with_levels(packed)
     return with_rules(packed, stock_model(packed), IDS.tolist(), [0]) if rules else packed
@@ -90,9 +90,11 @@ def test_steps_compute_and_count_what_the_reference_does(variant: str, rules: bo
     check_steps(packed)
 
 
-@every_variant
-def test_short_prompts_that_come_again_are_recorded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    packed = model(variant)
+@each_value({"variant": VARIANTS, "planes": [False, True]})
+def test_short_prompts_that_come_again_are_recorded(
+    variant: str, planes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed = model(variant, planes=planes)
     engine, alone = decoder(packed), decoder(packed)
     monkeypatch.setattr(alone._prefill, "_longest", 0)
     for length in (9, 13, 1, 9):
@@ -107,7 +109,7 @@ def test_experts_that_have_more_positions_than_room_are_computed_again(
     rooms: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(forward, "_ROOMS", rooms)
-    packed = model("olmoe")
+    packed = model("olmoe", planes=True)
     engine, alone, ids = decoder(packed), decoder(packed), torch.full((50,), 7)
     monkeypatch.setattr(alone._prefill, "_longest", 0)
     expected = alone.prefill(0, ids)
@@ -122,14 +124,14 @@ def test_steps_read_columns_of_experts_at_the_levels_of_their_inputs(variant: st
     check_steps(model(variant, levels=True))
 
 
-@each_value({"variant": VARIANTS, "chunk, room": [(2048, 1 << 28), (4, 2 * 64 * 1024)]})
+@each_value({"variant": VARIANTS, "chunk, room": [(2048, 1 << 28), (4, 2 * 64 * 1024)], "planes": [False, True]})
 def test_prefill_computes_what_the_reference_computes(
-    variant: str, chunk: int, room: int, monkeypatch: pytest.MonkeyPatch
+    variant: str, chunk: int, room: int, planes: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also where there is room for few experts at a time."""
+    """Also where there is room for few experts at a time; those of planes are decoded before they are multiplied."""
     monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
     monkeypatch.setattr(zigzag, "SCRATCH_BYTES", room)
-    check_prefill(model(variant))
+    check_prefill(model(variant, planes=planes))
 
 
 @each_value(

@@ -301,7 +301,7 @@ class Prefill:
     def _rooms(self, size: int) -> list[int]:
         """For how many positions of an expert there is room; 0: nobody asks."""
         experts = self._model.architecture.experts
-        if experts is None:
+        if experts is None or not any(layer.mlp.has_rooms for layer in self._model.layers):
             return [0]
         return [min(size, max(16, -(-times * size * experts.used // experts.count))) for times in _ROOMS]
 

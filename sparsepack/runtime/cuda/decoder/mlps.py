@@ -44,6 +44,10 @@ class CudaMlp(Protocol):
     per_sequence: ClassVar[bool]
 
     @property
+    def has_rooms(self) -> bool:
+        """Whether prefill has room for so many positions of a part of it, where the host does not wait (`FilledUp`)."""
+
+    @property
     def flag_in_data(self) -> bool:
         """Whether its first product can read what the kernel before leaves as soon as it is stored."""
 
@@ -77,6 +81,7 @@ class DenseMlp:
     """An MLP of the sites mlp_in and mlp_mid."""
 
     per_sequence: ClassVar[bool] = False
+    has_rooms: ClassVar[bool] = False
     flag_in_data: ClassVar[bool] = True
 
     sites: Mapping[str, CudaSite]
@@ -136,6 +141,7 @@ class NeuronMlp:
     """An MLP by neurons. All of its records lie on the GPU, unless a class that derives from it says where they lie."""
 
     per_sequence: ClassVar[bool] = False
+    has_rooms: ClassVar[bool] = False
 
     gate: Gate
     records: CudaNeurons
@@ -259,14 +265,38 @@ class ExpertMlp:
         yield product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
+    def has_rooms(self) -> bool:
+        return not all(site.matrix.grouped for site in self.sites.values())
+
+    @property
     def decoded(self) -> int:
-        return max(decoded_weights(site.matrix) for site in self.sites.values())
+        return max(decoded_weights(site.matrix) for site in self.sites.values()) if self.has_rooms else 0
 
     def prefill(self, of: MlpPrompt, kernels: Kernels) -> Product:
-        """Some experts together, as the scratch has room."""
+        x = of.x
+        chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
+        made = (self._decoded_groups if self.has_rooms else self._grouped)(of, chosen, kernels)
+        weights = weights * (made.factor * made.inverse).view_as(weights)
+        output = torch.bmm(weights[:, None], made.sums.view(*chosen.shape, -1))[:, 0]
+        return Product(output, torch.ones_like(x.factor), 1.0, None)
+
+    def _grouped(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Product:
+        """What each position's experts make of it, [places, hidden], by products that decode weights on their way."""
+        into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
+        experts = torch.arange(self.together.stored + 1, device=chosen.device)
+        in_order, order = self._counted(chosen, of.filled).flatten().sort(stable=True)
+        places, zeros = (order, torch.searchsorted(in_order, experts)), of.filled is not None
+        both = kernels.multiply_grouped(
+            into.matrix, of.x, *places, self.together.of_token, into.dense.bias, zeros=zeros
+        )
+        width = mid.matrix.all.columns
+        inner = kernels.gated(both.part(0, width), both.part(width, width), of.activation)
+        return kernels.multiply_grouped(mid.matrix, inner, *places, 1, mid.dense.bias, zeros=zeros)
+
+    def _decoded_groups(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Product:
+        """The same by products of decoded weights: some experts together, as the scratch has room."""
         x, scratch = of.x, of.scratch
         of_one = -(-self.decoded // self.together.stored)
-        chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         # The last of each is of nobody.
         new = torch.empty if of.filled is None else torch.zeros  # positions that do not count are no one's
         outputs = new(chosen.numel() + 1, of.residual.shape[1], device=of.residual.device)
@@ -278,9 +308,14 @@ class ExpertMlp:
             inner = kernels.gated(gate, up, of.activation)
             (product,) = _products(self.sites["mlp_mid"], first, count, 1, inner, scratch, kernels)
             outputs[place], factors[place], inverse = product.sums, product.factor, product.inverse
-        weights = weights * factors[:-1].view_as(weights)
-        output = torch.bmm(weights[:, None], outputs[:-1].view(*chosen.shape, -1))[:, 0]
-        return Product(output, torch.ones_like(x.factor), inverse, None)
+        return Product(outputs[:-1], factors[:-1], inverse, None)
+
+    def _counted(self, chosen: Tensor, filled: FilledUp | None) -> Tensor:
+        """The experts chosen [S, of_token]; of positions that do not count, the number behind the last."""
+        if filled is None:
+            return chosen
+        counts_here = torch.arange(len(chosen), device=chosen.device) < filled.count
+        return torch.where(counts_here[:, None], chosen, self.together.stored)
 
     def _groups(
         self, chosen: Tensor, workspace: int, filled: FilledUp | None
@@ -290,10 +325,7 @@ class ExpertMlp:
         most, for which the host waits, or as `filled` has room for: others are filled up with the place behind the
         last, of whatever position. Short prompts wait for the host, so all is put together for all groups at once."""
         experts, stored = self.together.experts, self.together.stored
-        if filled is not None:
-            counts_here = torch.arange(len(chosen), device=chosen.device) < filled.count
-            chosen = torch.where(counts_here[:, None], chosen, stored)
-        in_order, by_expert = chosen.flatten().sort(stable=True)
+        in_order, by_expert = self._counted(chosen, filled).flatten().sort(stable=True)
         ends = torch.searchsorted(in_order, torch.arange(stored + 1, device=chosen.device))
         before, counts, of_nobody = ends[:-1], ends.diff(), chosen.numel()
         largest = counts[:experts].max()

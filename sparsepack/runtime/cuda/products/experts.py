@@ -9,11 +9,16 @@ from sparsepack.formats.matrix import PackedExperts
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.products import zigzag, zigzag_products
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
 
 ROUTE_THREADS = 256
+GROUPED_BLOCK = "Q4_K"
+"""Of superblocks of this type products of many positions with all experts are one launch."""
+GROUPED_STAGES, GROUPED_COLUMNS = 4, 32
+MOST_PARTS = 8
 LOADED_AT_ONCE = 1 << 26
 """About so many bytes of experts are copied to the GPU at a time."""
 
@@ -28,6 +33,11 @@ class CudaExperts:
 
     all: CudaZigzag
     together: Together
+
+    @property
+    def grouped(self) -> bool:
+        """Whether `multiply_grouped` takes them."""
+        return self.all.block == GROUPED_BLOCK
 
     def expert(self, number: int) -> CudaZigzag:
         """The matrix of one expert."""
@@ -132,6 +142,52 @@ def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logi
         of_these = replace(output, y=y, residual=of(output.residual), squares=of(output.squares))
         chosen = experts.together, logits[these]
         zigzag_products.gemv(matrix, input.of_texts(these, len(logits)), of_these, chosen)
+
+
+def multiply_grouped(
+    experts: CudaExperts,
+    x: ScaledFp16,
+    order: Tensor,
+    ends: Tensor,
+    each: int,
+    bias: Tensor | None = None,
+    *,
+    zeros: bool = False,
+) -> Product:
+    """The products of many positions with the experts that each of them has: W x + bias for every place, of which each
+    position has one for each of its experts.
+
+    x     -- [places / each, columns]: place n takes row n / each
+    order -- int64 [places], the places by expert; ends: int64 [stored experts + 1], where those of each begin
+    bias  -- float32 [stored experts, rows]
+    zeros -- whether there are places of no expert, behind the last end: they get zeros
+
+    Returns [places, rows], with factors of 1. Weights, their scales and minima, and inputs are rounded to float16, sums
+    are float32. Raises `ValueError` for experts that are not `grouped`.
+    """
+    if not experts.grouped:
+        raise ValueError(f"experts of {experts.all.block}: grouped products take {GROUPED_BLOCK}")
+    matrix, places, device = experts.all, len(order), order.device
+    stored, tile_bands = experts.together.stored, experts.all.config.tile_bands
+    tiles, bands = matrix.blocks.shape[0] // stored, min(tile_bands, 2)
+    y = (torch.zeros if zeros else torch.empty)(places, matrix.rows, device=device)
+    if places:
+        # Most experts shall need one group of places; those of all positions, some.
+        tokens = next((size for size in (16, 32) if 3 * places <= 2 * size * stored), 64)
+        parts = min(MOST_PARTS, -(-len(x.values) * each // (4 * tokens * experts.together.of_token)))
+        aligned = int(matrix.columns % 8 == 0)
+        defines = (f"BANDS={bands}", f"TOKENS={tokens}", f"STAGES={GROUPED_STAGES}", f"ALIGNED={aligned}")
+        pitch = bands * zigzag.block_bytes(matrix.block) + (16 if bands == 2 else 0)
+        stage = GROUPED_COLUMNS * pitch + tokens * (2 * GROUPED_COLUMNS + 16)
+        launch(
+            kernel("grouped_product", "grouped_product", defines, device.index or 0),
+            (tiles * tile_bands // bands, stored * parts),
+            128 * bands,
+            *(matrix.blocks, matrix.columns, matrix.rows, tiles, tile_bands, matrix.gate_bands, matrix.fp16_scale),
+            *(order, ends, parts, each, x.values, x.factor, 1 / matrix.fp16_scale, bias, y),
+            shared=GROUPED_STAGES * stage + 4 * tokens + 4 * bands * 8 * GROUPED_COLUMNS,
+        )
+    return Product(y, torch.ones(places, device=device), 1.0, None)
 
 
 def decoded_weights(experts: CudaExperts) -> int:

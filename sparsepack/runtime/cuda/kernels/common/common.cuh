@@ -65,6 +65,25 @@ __device__ __forceinline__ u32 mul_half2(u32 a, u32 b) {
     return c;
 }
 
+// a b + c of two float16 in each argument, rounded once.
+__device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
+    u32 d;
+    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+    return d;
+}
+__device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
+    u32 c;
+    asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+    return c;
+}
+
+// Two bfloat16 in a word, the first in the low half.
+__device__ __forceinline__ u32 pack_bfloat2(float first, float second) {
+    u32 bits;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(bits) : "f"(second), "f"(first));
+    return bits;
+}
+
 __device__ __forceinline__ float bfloat_to_float(u16 bits) { return __uint_as_float((u32)bits << 16); }
 
 __device__ __forceinline__ u16 float_to_bfloat(float x) {

@@ -165,6 +165,20 @@ inline u16 float_to_bfloat(float x) {  // to the nearest, to even between two; n
     const u32 bits = __float_as_uint(x);
     return (u16)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
+inline u32 pack_bfloat2(float first, float second) {
+    return float_to_bfloat(first) | (u32)float_to_bfloat(second) << 16;
+}
+inline u32 fma_half2(u32 a, u32 b, u32 c) {  // a product of two float16 is exact in float32, and so nearly is the sum
+    const auto part = [](u32 pair, int n) { return (double)half_to_float((u16)(pair >> 16 * n)); };
+    const auto sum = [&](int n) { return (u32)bits_as<u16>((_Float16)(part(a, n) * part(b, n) + part(c, n))); };
+    return sum(0) | sum(1) << 16;
+}
+inline u32 add_half2(u32 a, u32 b) { return fma_half2(a, 0x3c003c00, b); }
+inline void copy_async(void* to, const void* from) { memcpy(to, from, 16); }
+inline void copy_async(void* to, const void* from, bool real) { real ? memcpy(to, from, 16) : memset(to, 0, 16); }
+inline void copy_commit() {}
+template <int PENDING>
+inline void copy_wait() {}
 
 template <typename T>
 inline T argument(u64 value) {
