@@ -27,9 +27,18 @@ def delta_step(
     write(out, torch.cat([mixed(of, *one, here, n) for n, (here, *one) in enumerate(each)]).view_as(out))
 
 
-def delta_prefill(of: DeltaNetParameters, rows: Product, x: ScaledFp16, first: int, sequence: int = 0) -> Tensor:
+def delta_prefill(
+    of: DeltaNetParameters,
+    rows: Product,
+    x: ScaledFp16,
+    first: int,
+    sequence: int = 0,
+    counted: Tensor | None = None,
+) -> Tensor:
     whole = put_together(rows.sums, rows.factor, rows.inverse, rows.bias)
-    return mixed(of, whole, x.values.float() * x.factor[:, None], first, sequence)
+    count = len(whole) if counted is None else int(counted)
+    found = mixed(of, whole[:count], (x.values.float() * x.factor[:, None])[:count], first, sequence)
+    return torch.cat([found, found.new_zeros(len(whole) - count, found.shape[1])])
 
 
 def mixed(of: DeltaNetParameters, rows: Tensor, x: Tensor, first: int, sequence: int) -> Tensor:

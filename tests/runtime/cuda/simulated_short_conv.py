@@ -19,8 +19,12 @@ def short_conv_step(
     write(out, torch.cat([mixed(of, row, here, n) for n, (row, here) in each]).view_as(out))
 
 
-def short_conv_prefill(of: ShortConvParameters, rows: Product, first: int, sequence: int = 0) -> Tensor:
-    return mixed(of, put_together(rows.sums, rows.factor, rows.inverse, rows.bias), first, sequence)
+def short_conv_prefill(
+    of: ShortConvParameters, rows: Product, first: int, sequence: int = 0, counted: Tensor | None = None
+) -> Tensor:
+    whole = put_together(rows.sums, rows.factor, rows.inverse, rows.bias)
+    count = len(whole) if counted is None else int(counted)
+    return torch.cat([mixed(of, whole[:count], first, sequence), whole.new_zeros(len(whole) - count, of.channels)])
 
 
 def mixed(of: ShortConvParameters, rows: Tensor, first: int, sequence: int) -> Tensor:

@@ -142,14 +142,15 @@ def test_inputs_with_their_flag_in_the_data_are_read_the_same(shape: str) -> Non
 
 
 @needs_compiler
-@pytest.mark.parametrize("pieces", [[1], [2, 1, 5], [11, 4], [70, 1, 1]], ids=str)
+@pytest.mark.parametrize("pieces", [[1], [2, 1, 5], [63, 4, 64], [70, 1, 1], [65, 200]], ids=str)
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_prefill_in_pieces_is_the_reference(
     shape: str, biased: bool, pieces: list[int], device: torch.device
 ) -> None:
     skip_large(device, shape)
-    if device.type == "cpu" and sum(pieces) > 20:
+    usual = ([2, 1, 5], False) if shape != "one channel" else ([70, 1, 1], True)
+    if device.type == "cpu" and (pieces, biased) != usual:
         pytest.skip("threads of a GPU are threads of the system here")
     of = parameters(shape, 2, device)
     oracle, first = on_cpu(of), 0
@@ -162,7 +163,9 @@ def test_a_prefill_in_pieces_is_the_reference(
         scaled = ScaledFp16(values.to(device), scale.to(device))
         found = delta_prefill(of, product, scaled, first, 1)
         whole = rows if bias is None else rows + bias
-        assert_near(found, mixed(oracle, whole, values.float() * scale[:, None], first, 1), 5e-5)
+        # The norm of a head with one channel divides what is nearly nothing by itself.
+        bound = 5e-4 if shape == "one channel" else 5e-5
+        assert_near(found, mixed(oracle, whole, values.float() * scale[:, None], first, 1), bound)
         first += count
     assert_same_state(
         replace(of, state=of.state[:, 1:], inputs=of.inputs[1:]),
@@ -170,6 +173,29 @@ def test_a_prefill_in_pieces_is_the_reference(
         [first],
     )
     assert bool((of.state[:, 0] == 7).all()), "another sequence's"
+
+
+@needs_compiler
+@pytest.mark.parametrize("counted", [1, 63, 64, 65, 127])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_positions_that_do_not_count_change_no_state(shape: str, counted: int, device: torch.device) -> None:
+    skip_large(device, shape)
+    if device.type == "cpu" and (shape, counted) != ("one channel", 65):
+        pytest.skip("threads of a GPU are threads of the system here")
+    of, alone = (parameters(shape, 1, device) for _ in range(2))
+    rows, x = (each.to(device) for each in inputs(of, 128, 4))
+    ones = torch.ones(128, device=device)
+    product, scaled = Product(rows, ones, 1.0, None), ScaledFp16(x.half(), ones)
+    found = delta_prefill(of, product, scaled, 0, counted=torch.tensor([counted], dtype=torch.int32, device=device))
+    some = slice(counted)
+    product = replace(product, sums=rows[some], factor=ones[some])
+    expected = delta_prefill(alone, product, ScaledFp16(scaled.values[some], ones[some]), 0)
+    # Not to the bit: cuBLAS may sum the gates of other numbers of rows in another order.
+    assert_near(found[some], expected.cpu())
+    assert bool(found.isfinite().all())
+    assert_near(of.state[counted % 2], alone.state[counted % 2].cpu())
+    kept = [p % of.mixer.taps for p in range(max(0, counted - of.mixer.taps + 1), counted)]
+    assert torch.equal(of.inputs[0, kept], alone.inputs[0, kept])
 
 
 def test_heads_that_kernels_do_not_know_are_refused_in_one_line() -> None:

@@ -113,6 +113,21 @@ def test_a_prefill_in_pieces_is_the_reference(
     assert bool((of.inputs[0] == 7).all()), "another sequence's"
 
 
+@needs_compiler
+@pytest.mark.parametrize("counted", [1, 3, 16, 29])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_positions_that_do_not_count_are_not_kept(shape: str, counted: int, device: torch.device) -> None:
+    if device.type == "cpu" and shape == "released":
+        pytest.skip("threads of a GPU are threads of the system here")
+    of, alone = (parameters(shape, 1, device) for _ in range(2))
+    rows, ones = rows_of(of, 40, 3).to(device), torch.ones(40, device=device)
+    number = torch.tensor([counted], dtype=torch.int32, device=device)
+    found = short_conv_prefill(of, Product(rows, ones, 1.0, None), 0, counted=number)
+    expected = short_conv_prefill(alone, Product(rows[:counted], ones[:counted], 1.0, None), 0)
+    assert torch.equal(found[:counted], expected)
+    assert torch.equal(of.inputs, alone.inputs)
+
+
 def test_what_kernels_do_not_know_is_an_error() -> None:
     with pytest.raises(UserError, match="short convolutions over 17 positions"):
         short_conv_parameters({"short_conv": torch.zeros(8, 17)}, 1, torch.device("cpu"))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.blocks import DeltaNet
-from sparsepack.runtime.cuda.driver.kernel import kernel, launch
+from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.decoder import load_vector
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 
 STEP_THREADS = 512
-RULE_THREADS, RULE_COLUMNS = 128, 32
-"""A block of `delta_rule` has so many threads, which have so many columns of a state together."""
+CHUNK = 64
+"""Prefill takes so many positions together (`kernels/attention/delta_prefill.cu`)."""
+CHUNK_THREADS, RULE_WARPS, RULE_STAGES = 256, 4, 4
+"""A block of `delta_chunks` has so many threads, one of `delta_rule` so many warps and stages of a ring."""
 TASKS = 8
 """Warps of a block of the other kernels of prefill."""
 MOST_DIM = 256
@@ -72,8 +74,10 @@ class DeltaNetParameters:
     ) -> None:
         kernels.delta_step(self, rows, x, positions, out, flag_in_data=flag_in_data)
 
-    def prefill(self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int) -> Tensor:
-        return kernels.delta_prefill(self, rows, x, first, sequence)
+    def prefill(
+        self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int, counted: Tensor | None
+    ) -> Tensor:
+        return kernels.delta_prefill(self, rows, x, first, sequence, counted)
 
     def copy(self, source: int, to: int) -> None:
         self.state[:, to].copy_(self.state[:, source])
@@ -150,41 +154,66 @@ def delta_step(
     )
 
 
-def delta_prefill(of: DeltaNetParameters, rows: Product, x: ScaledFp16, first: int, sequence: int = 0) -> Tensor:
+def delta_prefill(
+    of: DeltaNetParameters,
+    rows: Product,
+    x: ScaledFp16,
+    first: int,
+    sequence: int = 0,
+    counted: Tensor | None = None,
+) -> Tensor:
     """A gated delta net of the positions first .. first + S - 1 of a sequence.
 
-    rows -- [S, width]: what attn_in gives; x: what it takes
+    rows    -- [S, width]: what attn_in gives; x: what it takes
+    counted -- int32 [1]: so many positions count, and the state is that after these; None: all
 
-    Returns float32 [S, value_heads * value_dim].
+    Returns float32 [S, value_heads * value_dim], finite beyond those that count.
     """
     m, count, device = of.mixer, len(rows.sums), rows.sums.device
     out = torch.empty(count, m.values, device=device)
     if not count:
         return out
-    mixed = torch.empty(count, m.channels, device=device)
-    factors = torch.empty(count, 2 * m.value_heads + m.key_heads, device=device)
     logits = x.values.float() @ of.gates.t()
     product = (rows.sums, rows.factor, rows.inverse, rows.bias)
-    inputs, state = of.inputs[sequence], of.state[:, sequence]
-    before = state[first % 2] if first else None
+    inputs, state = of.inputs[sequence], of.state[0, sequence]
+    mixed = torch.empty(count, m.channels, device=device)
+    factors = torch.empty(count, 2 * m.value_heads, device=device)
+    # In words of 16 bytes, of a step over 16 keys and over 16 positions.
+    chunks, key_steps = -(-count // CHUNK), -(-m.key_dim // 16)
+    of_keys, of_positions = 32 * CHUNK // 4, 32 * (CHUNK // 8 + 2 * key_steps)
+    words = key_steps * of_keys + CHUNK // 16 * of_positions
+    operands = torch.empty(chunks, m.value_heads, 4 * words, dtype=torch.int32, device=device)
+    updates = torch.empty(chunks, m.value_heads, m.value_dim, CHUNK, device=device)
+    fades = torch.empty(chunks, m.value_heads, device=device)
+    defines, index = (*of.defines, f"RULE_WARPS={RULE_WARPS}"), device.index or 0
+
+    def of_file(name: str) -> Kernel:
+        return kernel("delta_prefill", name, defines, index)
+
     tasks = m.key_heads + m.value_heads + -(-m.value_heads // 32)
-    index = device.index or 0
     launch(
-        kernel("delta_prefill", "delta_inputs", of.defines, index),
+        of_file("delta_inputs"),
         (count, -(-tasks // TASKS)),
         32 * TASKS,
         *(*product, of.taps, inputs, first, m.value_heads, logits, x.factor, of.rate, of.dt_bias, mixed, factors),
     )
     launch(
-        kernel("delta_prefill", "delta_rule", of.defines, index),
-        (-(-m.value_dim // RULE_COLUMNS), m.value_heads),
-        RULE_THREADS,
-        *(mixed, factors, count, before, state[(first + count) % 2], out),
+        of_file("delta_chunks"),
+        (chunks, m.value_heads),
+        CHUNK_THREADS,
+        *(mixed, factors, count, counted, operands, updates, fades),
     )
     launch(
-        kernel("delta_prefill", "delta_outputs", of.defines, index),
+        of_file("delta_rule"),
+        (-(-m.value_dim // (16 * RULE_WARPS)), m.value_heads),
+        32 * RULE_WARPS,
+        *(operands, updates, fades, count, counted, first, state, of.state.stride(0), out),
+        shared=RULE_STAGES * 16 * max(of_keys, of_positions),
+    )
+    launch(
+        of_file("delta_outputs"),
         (count, -(-m.value_heads // TASKS)),
         32 * TASKS,
-        *(*product, of.norm, of.eps, m.value_heads, first, inputs, out),
+        *(*product, of.norm, of.eps, m.value_heads, first, counted, inputs, out),
     )
     return out

@@ -45,8 +45,10 @@ class ShortConvParameters:
     ) -> None:
         kernels.short_conv_step(self, rows, positions, out, flag_in_data=flag_in_data)
 
-    def prefill(self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int) -> Tensor:
-        return kernels.short_conv_prefill(self, rows, first, sequence)
+    def prefill(
+        self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int, counted: Tensor | None
+    ) -> Tensor:
+        return kernels.short_conv_prefill(self, rows, first, sequence, counted)
 
     def copy(self, source: int, to: int) -> None:
         self.inputs[to].copy_(self.inputs[source])
@@ -96,10 +98,13 @@ def short_conv_step(
     )
 
 
-def short_conv_prefill(of: ShortConvParameters, rows: Product, first: int, sequence: int = 0) -> Tensor:
+def short_conv_prefill(
+    of: ShortConvParameters, rows: Product, first: int, sequence: int = 0, counted: Tensor | None = None
+) -> Tensor:
     """A short convolution of the positions first .. first + S - 1 of a sequence.
 
-    rows -- [S, 3 channels]: what attn_in gives
+    rows    -- [S, 3 channels]: what attn_in gives
+    counted -- int32 [1]: so many of them count, and the inputs kept are those of the last of these; None: all
 
     Returns float32 [S, channels].
     """
@@ -111,6 +116,6 @@ def short_conv_prefill(of: ShortConvParameters, rows: Product, first: int, seque
             (-(-of.channels // THREADS), -(-count // ROWS)),
             THREADS,
             *(rows.sums, rows.factor, rows.inverse, rows.bias),
-            *(of.channels, of.taps, of.inputs[sequence], first, count, out),
+            *(of.channels, of.taps, of.inputs[sequence], first, count, counted, out),
         )
     return out

@@ -36,10 +36,13 @@ class Mixer(Protocol):
                         says so x, too; out may be read so in any case
         """
 
-    def prefill(self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int) -> Tensor:
+    def prefill(
+        self, kernels: Kernels, rows: Product, x: ScaledFp16, first: int, sequence: int, counted: Tensor | None
+    ) -> Tensor:
         """The positions first .. first + S - 1 of a sequence: float32 [S, columns of attn_out].
 
-        rows -- [S, rows]: what attn_in gives; x: what it takes
+        rows    -- [S, rows]: what attn_in gives; x: what it takes
+        counted -- int32 [1]: so many of them count, and what is kept is that after these; None: all
         """
 
     def copy(self, source: int, to: int) -> None:

@@ -241,8 +241,7 @@ class Prefill:
     and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a
     sixteenth of what all of these take where that is more), which are kept.
 
-    record -- whether short prompts are recorded, whose memory is kept, too; not of models that keep a state, which what
-              fills prompts up would change
+    record -- whether short prompts are recorded, whose memory is kept, too
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class Prefill:
             # Groups of experts are launched one after the other, and short prompts wait for the launches.
             most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
         self._scratch = kernels.new_scratch(matrices, model.device, decoded, most)
-        self._longest = cache.filled_up if record and not states.blocks else 0
+        self._longest = cache.filled_up if record else 0
         self._prompts: dict[tuple[int, int, int], _FilledUp] = {}  # by positions, sequence and room
         self._memory = (kernels.new_stream(), kernels.new_graph_pool()) if self._longest else None
 
@@ -334,7 +333,7 @@ class Prefill:
                     (layer.mlp_norm, None),
                 )
                 normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias)
-                attn_output = self._attention(number, normed, sequence)
+                attn_output = self._attention(number, normed, sequence, filled)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
                 normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, after_attention, mlp_bias)
                 update, update_norm = self._mlp(layer, normed, x, filled), after_mlp
@@ -342,12 +341,13 @@ class Prefill:
             kernels.add(x, update, update_norm, eps)
         return x
 
-    def _attention(self, number: int, x: ScaledFp16, sequence: int) -> Tensor:
+    def _attention(self, number: int, x: ScaledFp16, sequence: int, filled: FilledUp | None) -> Tensor:
         """Append q, k and v to the cache, or go on with a state. Returns what attn_out takes: float32 [S, columns]."""
         layer = self._model.layers[number]
         qkv, keeps = self._product(layer, "attn_in", x), self._states.blocks.get(number)
         if keeps is not None:
-            return keeps.prefill(self._kernels, qkv, x, self._cache.lengths[sequence], sequence)
+            first, counted = self._cache.lengths[sequence], None if filled is None else filled.count
+            return keeps.prefill(self._kernels, qkv, x, first, sequence, counted)
         if layer.row_norms is not None:
             qkv = self._kernels.norm_prefill_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
         cached, mixer = self._cached[number], self._model.architecture.blocks[number].mixer

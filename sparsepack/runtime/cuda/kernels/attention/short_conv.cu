@@ -48,10 +48,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     ll_store(out + (u64)b * channels + c, of_row[1] * (sum + input * last_tap));
 }
 
-// inputs, first, count: of the sequence, its tokens before these, and these.
+// inputs, first, count: of the sequence, its tokens before these, and these; counted: int32 [1], so many of these count, or
+// null: all.
 extern "C" __global__ void __launch_bounds__(THREADS)
     short_conv_prefill(const float* sums, const float* factor, float inverse, const float* bias, int channels,
-                       const float* taps, float* inputs, int first, int count, float* out) {
+                       const float* taps, float* inputs, int first, int count, const int* counted, float* out) {
     const int c = blockIdx.x * THREADS + threadIdx.x, begin = blockIdx.y * ROWS;
     launch_dependents();
     wait_for_previous();
@@ -81,6 +82,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         out[(u64)row * channels + c] = at(row, 1) * sum;
     }
     if (begin) return;
-    for (int row = max(0, count - TAPS); row < count; ++row)
-        inputs[input_place(first + row, c, channels)] = input_of(row);
+    const int end = counted ? min(load_l2(counted), count) : count;
+    for (int row = max(0, end - TAPS); row < end; ++row) inputs[input_place(first + row, c, channels)] = input_of(row);
 }
