@@ -196,7 +196,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS} - {LATENTS, ROUTERS, DENSE_BLOCKS},
+                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS} - {LATENTS},
             ),
             Backend(
                 "metal",

@@ -25,6 +25,7 @@ class Experts:
 
     each: list[Matrix]
     together: Together
+    correction: Tensor | None = None
 
     @cached_property
     def all(self) -> Matrix:
@@ -112,10 +113,11 @@ def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: 
     assert len(logits) == together.logits
     of_router, of_shared = logits[None, : together.experts], logits[None, together.experts :]
     one = torch.eye(together.experts)
-    chosen, weights = reference_experts.route(of_router, one, together.used, together.normalised)
+    how = together.used, together.normalised, None, together.routing, experts.correction
+    chosen, weights = reference_experts.route(of_router, one, *how)
     if together.shared:
-        every = range(together.experts, together.stored)
-        chosen, weights = reference_experts.with_shared(of_shared, torch.eye(1), every, chosen, weights)
+        every, gate = range(together.experts, together.stored), torch.eye(1) if together.shared_gate else None
+        chosen, weights = reference_experts.with_shared(of_shared, gate, every, chosen, weights)
     inputs = input.x.view(together.of_token, -1) if together.added else [input.x] * together.of_token
     y, residual, squares, reset = output.y, output.residual, output.squares, output.reset
     rows = experts.all.rows // (1 if output.activation is None else 2)

@@ -11,6 +11,7 @@ from pairwise import each_value
 from zigzag_cases import CUDA_BLOCKS
 
 from sparsepack.errors import UserError
+from sparsepack.models.blocks import Router
 from sparsepack.runtime.cuda.driver import kernel
 from sparsepack.runtime.cuda.driver.kernel import cubin, kernel_files, nvrtc_version
 from sparsepack.runtime.cuda.products import zigzag_products
@@ -217,7 +218,12 @@ def test_products_compile_as_they_are_launched(what: str, config: CudaTileConfig
 @each_value(
     {
         "what": ["dense", "held, flag in data"],
-        "together": [Together(128, 8, True, False), Together(5, 1, False, True, 2)],
+        "together": [
+            Together(128, 8, True, False),
+            Together(5, 1, False, True, 2),
+            Together(256, 8, True, True, 1, False, Router(True, 8, 4, 2.5)),
+            Together(66, 2, False, False, 2, False, Router(False, 3, 2, 16.0)),
+        ],
         "block": ["Q4_K", "Q6_P"],
         "arch": [90, 80],
     }

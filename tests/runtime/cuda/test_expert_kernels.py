@@ -11,7 +11,7 @@ from zigzag_cases import LIMIT, PLANES_LIMIT, assert_close, normal, random_matri
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix, decode_matrix
-from sparsepack.models.blocks import CLAMPED_SWIGLU
+from sparsepack.models.blocks import CLAMPED_SWIGLU, Router
 from sparsepack.models.sites import levels_read
 from sparsepack.runtime.cuda.decoder.model import ACTIVATIONS
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, flag_in_data_buffers
@@ -308,6 +308,48 @@ def test_several_experts_are_decoded_together(rows: int, gate: bool, config: Cud
     x = normal(3, 4, 70).half()
     for part in parts:
         assert_close(new_products(x, part), x.double() @ part.double(), 1e-4)
+
+
+ROUTERS = [
+    (16, 4, True, 2, Router(sigmoid=True, groups=4, groups_used=2, scale=2.5)),
+    (256, 8, True, 1, Router(sigmoid=True, groups=8, groups_used=4, scale=2.5)),
+    (66, 6, False, 0, Router(sigmoid=True)),
+    (64, 4, True, 1, Router(sigmoid=True, scale=1.8)),
+    (160, 6, False, 2, Router(groups=8, groups_used=3, scale=16.0)),
+    (9, 3, True, 0, Router(groups=3, groups_used=1)),
+    (64, 6, False, 2, Router(scale=1.0)),
+]
+"""As EXPERTS, and how they are chosen."""
+
+
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize(("count", "used", "normalised", "shared", "router"), ROUTERS, ids=str)
+def test_routers_choose_as_the_reference(
+    count: int, used: int, normalised: bool, shared: int, router: Router, corrected: bool, texts: int
+) -> None:
+    """Shared experts have no gate here; corrections are of sigmoids."""
+    stored = random_experts(count + shared, 300, 64)
+    correction = normal(count, seed=4) if corrected and router.sigmoid else None
+    logits, x, residual = normal(texts, count, seed=2), normal(texts, used + shared, 64), normal(texts, 300, seed=1)
+    one = torch.eye(count, device="cuda").double()
+    of_correction = None if correction is None else correction.double()
+    chosen, weights = reference_route(logits.double(), one, used, normalised, None, router, of_correction)
+    if shared:
+        chosen, weights = with_shared(logits.double(), None, range(count, count + shared), chosen, weights)
+    for added in (False, True):
+        experts = loaded(stored, used, normalised, None, added=added, shared=shared)
+        together = replace(experts.together, routing=router, shared_gate=False)
+        experts = replace(experts, together=together, correction=correction)
+        y = torch.full((texts, 300) if added else (texts, used + shared, 300), float("nan"), device="cuda")
+        output, of_all = Output(y, residual=residual if added else None), x if added else x[:, 0].contiguous()
+        multiply_experts(experts, Input(of_all), output, logits=logits)
+        for text in range(texts):
+            matrices = torch.stack([matrix_of(stored, number) for number in chosen[text]])
+            rows = x[text] if added else x[text, :1].expand(used + shared, -1)
+            made = torch.einsum("erc,ec->er", matrices.double(), rows.double())
+            expected = residual[text].double() + weights[text] @ made if added else made
+            assert_close(y[text], expected, LIMIT)
 
 
 def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -163,7 +163,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
         )
-    return [_of_layer(of, layer, kernels) for of, layer in zip(buffers, model.layers, strict=True)]
+    return _of_layers(buffers, model, kernels)
 
 
 def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
@@ -211,7 +211,7 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
                 before=None if layer.basis is None else one.before,
             )
         )
-    return [_of_layer(of, layer, kernels) for of, layer in zip(buffers, model.layers, strict=True)]
+    return _of_layers(buffers, model, kernels)
 
 
 def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int]:
@@ -219,7 +219,7 @@ def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int
     if model.post_norms:
         return 1, 1
     of_between = max(kernels.blocks(layer.attention["attn_out"].matrix) for layer in model.layers)
-    return of_between, model.layers[0].mlp.parts(sequences, kernels) or 0
+    return of_between, max(layer.mlp.parts(sequences, kernels) or 0 for layer in model.layers)
 
 
 def _rows(model: CudaModel) -> int:
@@ -232,11 +232,26 @@ def _mixed(model: CudaModel) -> int:
     return max(layer.attention["attn_out"].matrix.columns for layer in model.layers)
 
 
-def _of_layer(of: Buffers, layer: CudaLayer, kernels: Kernels) -> Buffers:
-    """The buffers of a layer, each of as many numbers as the layer has there."""
+def _of_layers(buffers: Sequence[Buffers], model: CudaModel, kernels: Kernels) -> list[Buffers]:
+    """The buffers of each layer, each of as many numbers as the layer has there."""
+    sequences = buffers[0].qkv.numel() // _rows(model)
+    parts = [1 if model.post_norms else layer.mlp.parts(sequences, kernels) for layer in model.layers]
+    each = zip(buffers, model.layers, [None, *parts], parts, strict=False)
+    return [_of_layer(of, layer, before, after, kernels) for of, layer, before, after in each]
+
+
+def _of_layer(of: Buffers, layer: CudaLayer, before: int | None, after: int | None, kernels: Kernels) -> Buffers:
+    """before, after -- in how many parts the MLPs of the layer before and of this one leave squares"""
     into, out = (layer.attention[name].matrix for name in ("attn_in", "attn_out"))
+
+    def squares(all: Tensor | None, parts: int | None) -> Tensor | None:
+        return all if all is None or parts is None else first_numbers(all, parts)
+
     return replace(
         of,
+        mid=first_numbers(of.mid, layer.mlp.numbers),
+        squares=squares(of.squares, before),
+        squares_of_y=squares(of.squares_of_y, after),
         qkv=first_numbers(of.qkv, into.rows),
         attn_output=first_numbers(of.attn_output, out.columns),
         between_squares=of.between_squares
@@ -258,8 +273,7 @@ def _numbers(model: CudaModel) -> int:
 
 def _of_router(model: CudaModel) -> int:
     """How many logits a router has; 0: there is none."""
-    experts = model.architecture.experts
-    return 0 if experts is None else experts.count + bool(experts.shared)
+    return max(layer.mlp.logits for layer in model.layers)
 
 
 def _ends_of_segments(model: CudaModel, kernels: Kernels) -> list[bool]:

@@ -204,15 +204,15 @@ def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def count_active(
-    active: Tensor, names: Sequence[str], per_sequence: Collection[str] = (), sequences: int = 1
+    active: Tensor, names: Sequence[str], per_sequence: Collection[tuple[int, str]] = (), sequences: int = 1
 ) -> dict[tuple[int, str], int]:
     """The number of active units of each (layer, name), from `active` of a step or of its state.
 
-    per_sequence -- names under which those of each of so many sequences are counted: the mean is taken
+    per_sequence -- of which those of each of so many sequences are counted: the mean is taken
     """
     counts = enumerate(active.flatten().tolist())
     found = {(n // len(names), names[n % len(names)]): count for n, count in counts}
-    return {key: count // sequences if key[1] in per_sequence else count for key, count in found.items()}
+    return {key: count // sequences if key in per_sequence else count for key, count in found.items()}
 
 
 FILLED_UP = (16, 32, 64, 96, 128, 192, 256, 384, 512)
@@ -257,7 +257,7 @@ class Prefill:
         self._cached = _cached_layers(model.architecture)
         matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
         matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
-        decoded = model.layers[0].mlp.decoded
+        decoded = max(layer.mlp.decoded for layer in model.layers)
         if most is None and model.architecture.experts is not None:
             # Groups of experts are launched one after the other, and short prompts wait for the launches.
             most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)

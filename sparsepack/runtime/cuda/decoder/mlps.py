@@ -58,6 +58,10 @@ class CudaMlp(Protocol):
     def numbers(self) -> int:
         """How many numbers its first product leaves, for each sequence."""
 
+    @property
+    def logits(self) -> int:
+        """How many logits its router has; 0: there is none."""
+
     def parts(self, sequences: int, kernels: Kernels) -> int | None:
         """In how many parts the last product leaves the squares of each y, and y as soon as known; None: y lies in
         plain memory, without squares."""
@@ -93,6 +97,10 @@ class DenseMlp:
     @property
     def numbers(self) -> int:
         return _rows(self.sites["mlp_in"].matrix)
+
+    @property
+    def logits(self) -> int:
+        return 0
 
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.blocks(self.sites["mlp_mid"].matrix)
@@ -176,6 +184,10 @@ class NeuronMlp:
     def numbers(self) -> int:
         return self.gate.shape[0]
 
+    @property
+    def logits(self) -> int:
+        return 0
+
     def parts(self, sequences: int, kernels: Kernels) -> None:
         return None
 
@@ -224,7 +236,8 @@ class NeuronMlp:
 class ExpertMlp:
     """A mixture of experts, all of them in the GPU's memory.
 
-    router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if any
+    router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if these
+              have a gate
     bias   -- float32 [logits], of the router; None: there is none
     """
 
@@ -247,6 +260,10 @@ class ExpertMlp:
     @property
     def numbers(self) -> int:
         return self.together.of_token * _rows(self.sites["mlp_in"].matrix.all)
+
+    @property
+    def logits(self) -> int:
+        return self.together.logits
 
     def parts(self, sequences: int, kernels: Kernels) -> int:
         return kernels.expert_blocks(self.sites["mlp_mid"].matrix, sequences)
@@ -347,10 +364,12 @@ class ExpertMlp:
         """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""
         together = self.together
         router, of_shared = self.router[: together.experts], self.router[together.experts :]
-        chosen, weights = route(x, router, together.used, together.normalised, self.bias)
+        how = together.used, together.normalised, self.bias, together.routing, self.sites["mlp_in"].matrix.correction
+        chosen, weights = route(x, router, *how)
         if not together.shared:
             return chosen, weights
-        return with_shared(x, of_shared, range(together.experts, together.stored), chosen, weights)
+        gate = of_shared if together.shared_gate else None
+        return with_shared(x, gate, range(together.experts, together.stored), chosen, weights)
 
 
 def _products(
@@ -399,7 +418,8 @@ def _neurons(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, plac
 
 
 def _experts(mlp: stored.ExpertMlp, device: torch.device, kernels: Kernels, place: Place, of_down: Place) -> CudaMlp:
-    router = torch.cat(mlp.always).to(device, torch.float32)
+    router = mlp.router if mlp.shared_gate is None else torch.cat([mlp.router, mlp.shared_gate])
+    router = router.to(device, torch.float32).contiguous()
     bias = None if mlp.router_bias is None else load_vector(mlp.router_bias, device)
     return ExpertMlp(router, load_expert_sites(mlp, device, kernels), bias)
 

@@ -64,9 +64,10 @@ class CudaModel:
     output_norm_bias: Tensor | None = None
 
     @property
-    def per_sequence(self) -> Collection[str]:
-        """The units of each text of a step are counted under these of `names`."""
-        return self.names[len(ATTENTION_SITES) :] if self.layers[0].mlp.per_sequence else ()
+    def per_sequence(self) -> Collection[tuple[int, str]]:
+        """The units of each text of a step are counted of these layers, and of `names`."""
+        layers = [number for number, layer in enumerate(self.layers) if layer.mlp.per_sequence]
+        return {(layer, name) for layer in layers for name in self.names[len(ATTENTION_SITES) :]}
 
     @property
     def post_norms(self) -> bool:

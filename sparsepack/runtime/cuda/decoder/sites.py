@@ -1,13 +1,14 @@
 """A site of a packed model on the GPU: its matrix, and the columns that products read; and the gates of neurons."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from sparsepack.errors import UserError
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import MLP_GATE
 from sparsepack.formats.orders.zigzag import BAND_ROWS
@@ -57,9 +58,21 @@ def load_sites(
     return {name: _site(site, device, name == "mlp_in" and gated, kernels, place) for name, site in sites.items()}
 
 
+MOST_GROUPS = 32
+"""A lane has the score of a group (`kernels/products/choose.cuh`)."""
+
+
 def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) -> dict[str, CudaExpertsSite]:
-    """Copy the sites of an MLP's experts to a GPU, rows of gate and up as `load_sites` does."""
-    found = {}
+    """Copy the sites of an MLP's experts to a GPU, rows of gate and up as `load_sites` does.
+
+    Raises `UserError` for more groups of experts than the kernels know.
+    """
+    routing, found = mlp.routing, {}
+    if routing is not None and routing.groups > MOST_GROUPS:
+        raise UserError(
+            f"{routing.groups} groups of experts: the cuda backend runs up to {MOST_GROUPS}; use the reference backend"
+        )
+    correction = None if mlp.correction is None else load_vector(mlp.correction, device)
     for name, site in mlp.sites.items():
         matrix = kernels.load_experts(
             site.matrix,
@@ -70,6 +83,8 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             added=name == "mlp_mid",
             shared=mlp.shared,
         )
+        together = replace(matrix.together, routing=routing, shared_gate=mlp.shared_gate is not None)
+        matrix = replace(matrix, together=together, correction=correction)
         limits = None if site.rule is None else _thresholds(site.rule, device)
         bias = None if site.bias is None else site.bias.to(device, torch.float32).contiguous()
         found[name] = CudaExpertsSite(matrix, Columns(bias=bias), Columns(limits, bias=bias))

@@ -29,10 +29,12 @@ class CudaExperts:
 
     all      -- blocks [experts * tiles, columns, tile_bands, 144], a matrix after the other; the rest is that of one
     together -- how a token's products are launched
+    correction -- float32 [experts]: what is added to scores that choose; None: nothing
     """
 
     all: CudaZigzag
     together: Together
+    correction: Tensor | None = None
 
     @property
     def grouped(self) -> bool:
@@ -140,7 +142,7 @@ def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logi
 
         y = output.y.view(len(logits), -1)[these]
         of_these = replace(output, y=y, residual=of(output.residual), squares=of(output.squares))
-        chosen = experts.together, logits[these]
+        chosen = experts.together, logits[these], experts.correction
         zigzag_products.gemv(matrix, input.of_texts(these, len(logits)), of_these, chosen)
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from sparsepack.formats.orders.zigzag import BAND_ROWS
+from sparsepack.models.blocks import Router
 from sparsepack.runtime.cuda.driver.device import shared_limit
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.memory import workspace
@@ -90,7 +91,9 @@ class Together:
     normalised -- whether their weights are made to add up to one
     added      -- whether each has an x, and y is the sum of their weighted products; else they share x, and each has
                   a y
-    shared     -- matrices behind these that every token has: the sigmoid of one logit more is the weight of each
+    shared     -- matrices behind these that every token has: the sigmoid of one logit more is the weight of each, or
+                  without a gate it is 1
+    routing    -- how a token's are chosen; None: by the softmax of logits
     """
 
     experts: int
@@ -98,6 +101,8 @@ class Together:
     normalised: bool
     added: bool
     shared: int = 0
+    shared_gate: bool = True
+    routing: Router | None = None
 
     @property
     def stored(self) -> int:
@@ -112,7 +117,7 @@ class Together:
     @property
     def logits(self) -> int:
         """The number of logits of a token."""
-        return self.experts + bool(self.shared)
+        return self.experts + (self.shared > 0 and self.shared_gate)
 
 
 @dataclass(frozen=True)
@@ -143,14 +148,15 @@ def gemv(
     matrix: CudaZigzag,
     input: Input,
     output: Output,
-    chosen: tuple[Together, Tensor] | None = None,
+    chosen: tuple[Together, Tensor, Tensor | None] | None = None,
 ) -> None:
     """Put y = W[:, active] x[active] + bias + residual on the current stream.
 
-    chosen -- for the products of the experts that tokens have instead: how they are launched, and the logits of the
-              router, float32 [texts, logits]. Of several texts what comes in and goes out lies one text after the other
+    chosen -- for the products of the experts that tokens have instead: how they are launched, the logits of the
+              router, float32 [texts, logits], and what is added to scores that choose, float32 [experts] or None. Of
+              several texts what comes in and goes out lies one text after the other
     """
-    together, logits = chosen or (None, None)
+    together, logits, correction = chosen or (None, None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
     if input.flag_in_data and input.norm is not None and input.squares is None:
         raise ValueError("an input with its flag in the data, with a norm and without squares")
@@ -177,7 +183,7 @@ def gemv(
         *(input.threshold, input.offset, input.scales),
         *(output.y, output.bias, output.residual, output.squares),
         *(output.active, input.skipped, workspace(device)),
-        *(output.reset, 0 if output.reset is None else output.reset.numel(), logits),
+        *(output.reset, 0 if output.reset is None else output.reset.numel(), logits, correction),
         shared=shared_bytes(matrix.columns, config),
     )
 
@@ -311,6 +317,15 @@ def _defines(
             "NORMALISED": int(together.normalised),
             "ADDED": int(together.added),
         }
+        if together.shared and not together.shared_gate:
+            values["SHARED_GATE"] = 0
+        if (how := together.routing) is not None:
+            values |= {
+                "SIGMOID": int(how.sigmoid),
+                "GROUPS": how.groups,
+                "GROUPS_USED": how.groups_used,
+                "ROUTER_SCALE": f"{float(how.scale)}f",
+            }
     return tuple(f"{name}={value}" for name, value in values.items())
 
 

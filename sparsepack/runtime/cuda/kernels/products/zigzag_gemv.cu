@@ -72,7 +72,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     // flag-in-data words that nobody reads any more
     u32* reset, int reset_count,
     // of the router, where CHOSEN
-    const float* logits) {
+    const float* logits, const float* correction) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS], warp_largest[WARPS], warp_roots[WARPS];
     __shared__ ClassCounts found[WARPS];
@@ -114,7 +114,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         pipeline.set_up();
 #if CHOSEN
         if (!FLAG_IN_DATA) wait_for_previous();
-        const Chosen expert = choose(logits + text * LOGITS, slot);
+        const Chosen expert = choose(logits + text * LOGITS, correction, slot);
         pipeline.base += (u64)expert.number * gridDim.y * columns * COLUMN_BYTES;
         if ((ADDED || bias) && threadIdx.x == THREADS) {
             weight = expert.weight, chosen = expert.number;
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
 #if ADDED && OF_LEVELS
         if (!FLAG_IN_DATA) wait_for_previous();
-        threshold += (u64)choose(logits + text * LOGITS, slot).number * LEVELS * columns;
+        threshold += (u64)choose(logits + text * LOGITS, correction, slot).number * LEVELS * columns;
 #endif
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,         squares + text * parts,    parts, threshold,
