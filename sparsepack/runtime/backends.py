@@ -196,7 +196,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS} - {LATENTS},
+                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS},
             ),
             Backend(
                 "metal",

@@ -68,6 +68,8 @@ class AttentionShape:
     turns                     -- whether they do: positions of a sequence may turn by rows of its own, of `set_rope`
     neighbours                -- whether channels 2 c and 2 c + 1 of a head turn together, in place of halves
     query_scale               -- float32 [context]: what queries are multiplied by at each position; None: nothing
+    value_dim                 -- channels of a head's values, behind which there are zeros. Caches of the cuda backend
+                                 leave these out of what they return; 0: all of a head are values
     """
 
     heads: int
@@ -85,6 +87,7 @@ class AttentionShape:
     turns: bool = False
     query_scale: Tensor | None = None
     neighbours: bool = False
+    value_dim: int = 0
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:
@@ -222,6 +225,7 @@ def attention_shape(
         long is not None and len(cos) > long.tokens,
         query_scales(architecture, len(cos), cos.device),
         architecture.heads_and_rope.rotary.convention == "interleaved",
+        0 if architecture.latent is None else architecture.latent.value,
     )
 
 

@@ -101,6 +101,8 @@ class SimulatedKernels(kernel_set.Kernels):
     post_norm = staticmethod(between.post_norm)
     layer_norm = staticmethod(between.layer_norm)
     norm_rows = staticmethod(between.norm_rows)
+    norm_latents = staticmethod(between.norm_latents)
+    join_latents = staticmethod(between.join_latents)
     norm_prefill_rows = staticmethod(between.norm_prefill_rows)
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     label_append = staticmethod(double_sparsity.label_append)

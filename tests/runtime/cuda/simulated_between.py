@@ -7,6 +7,7 @@ from simulated_launches import put_together
 from simulated_words import BUFFERS, assert_written, write
 from torch import Tensor
 
+from sparsepack.models.blocks import Latent
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.reference import attention as reference_attention
@@ -26,7 +27,8 @@ def attend(
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)
         attended = reference_attention.attention(q, *cached, seen, shape.scale, shape.cap, layer.sinks)[0]
-        attn_output[n] = attended * gates
+        by_head = torch.unflatten(attended * gates, -1, (shape.heads, -1))
+        attn_output[n] = by_head[..., : shape.value_dim or None].flatten()
     write(out, attn_output)
 
 
@@ -62,6 +64,47 @@ def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, 
     q, k, v = qkv.split([len(norms[0]), len(norms[1]), len(norms[1])], dim=1)
     normed = [reference.rms_norm(x, norm, eps) for x, norm in zip((q, k), norms, strict=True)]
     write(y, torch.cat([*normed, v], dim=1))
+
+
+def norm_latents(
+    rows: Tensor | dense.Product,
+    norms: tuple[Tensor | None, Tensor],
+    widths: tuple[int, int, int],
+    eps: float,
+    y: Tensor,
+    *,
+    flag_in_data: bool = False,
+) -> None:
+    if isinstance(rows, dense.Product):
+        rows = put_together(rows.sums, rows.factor, rows.inverse, rows.bias)
+    if flag_in_data:
+        assert_written(rows)
+    parts = zip(rows.split([*widths], dim=1), (*norms, None), strict=True)
+    normed = [part if norm is None else reference.rms_norm(part, norm, eps) for part, norm in parts]
+    write(y, torch.cat([part.flatten() for part in normed]).view_as(y))
+
+
+def join_latents(
+    of: Latent,
+    heads: int,
+    q: dense.Product,
+    kv: dense.Product,
+    turning: Tensor,
+    qkv: Tensor,
+    *,
+    flag_in_data: bool = False,
+) -> None:
+    if flag_in_data:
+        for each in (q.sums, kv.sums, turning):
+            assert_written(each)
+    queries, keys = (
+        torch.unflatten(put_together(x.sums, x.factor, x.inverse, x.bias), -1, (heads, -1)) for x in (q, kv)
+    )
+    k, v = keys.split([of.plain, of.value], dim=-1)
+    queries = torch.cat([queries[..., of.plain :], queries[..., : of.plain]], -1)
+    k = torch.cat([turning[:, None].expand(-1, heads, -1), k], -1)
+    padded = [torch.nn.functional.pad(x, (0, of.head_dim - x.shape[-1])).flatten(1) for x in (queries, k, v)]
+    write(qkv, torch.cat(padded, -1))
 
 
 def norm_prefill_rows(qkv: dense.Product, norms: tuple[Tensor, Tensor], eps: float) -> dense.Product:

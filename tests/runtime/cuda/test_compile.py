@@ -63,6 +63,7 @@ VARIANTS = {
         ("HEAD_DIM=128", "GQA_RATIO=3", "ROTARY_DIM=96", "NEIGHBOURS=1"),
         ("HEAD_DIM=256", "GQA_RATIO=8", "ROTARY_DIM=64", "OUTPUT_GATES=1", "FLAG_IN_DATA=1"),
         ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1"),
+        ("HEAD_DIM=192", "GQA_RATIO=1", "ROTARY_DIM=64", "NEIGHBOURS=1", "VALUE_DIM=128", "FLAG_IN_DATA=1"),
     ],
     "double_sparsity": [
         (
@@ -84,6 +85,10 @@ VARIANTS = {
     ],
     "delta_prefill": DELTA_NETS,
     "short_conv": [("TAPS=3", "FLAG_IN_DATA=1"), ("TAPS=16", "FLAG_IN_DATA=0")],
+    "latent_heads": [
+        ("PLAIN=192", "TURNING=64", "VALUE=256", "HEAD_DIM=256", "FLAG_IN_DATA=1"),
+        ("PLAIN=10", "TURNING=6", "VALUE=12", "HEAD_DIM=16", "FLAG_IN_DATA=0"),
+    ],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "grouped_product": [
         (f"BANDS={bands}", f"TOKENS={tokens}", "STAGES=4", f"ALIGNED={aligned}")
@@ -151,7 +156,7 @@ VARIANTS = {
     ],
     "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
     "layer_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1))],
-    "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (2, 1))],
+    "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}", f"APART={flag}") for rounds, flag in ((1, 0), (2, 1))],
     "route": [
         (f"ROUNDS={rounds}", f"PARTS={parts}", f"FLAG_IN_DATA={flag}")
         for rounds, parts in ((1, 1), (8, 1), (33, 2))

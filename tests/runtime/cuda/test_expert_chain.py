@@ -8,7 +8,7 @@ import pytest
 import simulated
 import torch
 from backends import largest_difference
-from packed_models import DELTA_MIXTURE, GPT_OSS, random_model, stock_model, with_levels, with_rules
+from packed_models import DELTA_MIXTURE, GPT_OSS, LATENTS, random_model, stock_model, with_levels, with_rules
 from pairwise import each_value
 from simulated_decoders import IDS, ROUNDED, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
@@ -71,6 +71,39 @@ VARIANTS: dict[str, dict[str, Any]] = {
 VARIANTS |= {
     "gpt_oss": GPT_OSS,
     "states": {**DELTA_MIXTURE, "num_experts": 4, "num_experts_per_tok": 1},
+    "deepseek_v3, groups, dense first": {
+        "model_type": "deepseek_v3",
+        **LATENTS,
+        "n_group": 3,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "routed_scaling_factor": 2.5,
+        "seed": 3,
+    },
+    "deepseek_v2, queries without latents": {
+        "model_type": "deepseek_v2",
+        **LATENTS,
+        "q_lora_rank": None,
+        "n_shared_experts": 2,
+        "first_k_dense_replace": 1,
+        "seed": 1,
+    },
+    "deepseek_v2, wide values": {
+        "model_type": "deepseek_v2",
+        **LATENTS,
+        "v_head_dim": 22,
+        "num_experts_per_tok": 3,
+        "topk_method": "group_limited_greedy",
+        "n_group": 2,
+        "topk_group": 1,
+        "first_k_dense_replace": 0,
+    },
+    "glm4_moe_lite, dense between": {
+        "model_type": "glm4_moe_lite",
+        **LATENTS,
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+        "moe_intermediate_size": 256,
+    },
     "gpt_oss, gate beside up": {**GPT_OSS, "intermediate_size": 256, "num_local_experts": 3},
 }
 every_variant = pytest.mark.parametrize("variant", VARIANTS)

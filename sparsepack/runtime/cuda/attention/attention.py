@@ -36,7 +36,8 @@ FEWEST_POSITIONS = 64
 class Variant:
     """What the kernel is compiled for, and the sizes that follow. Its names are those of
     `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
-    None: all; neighbours: whether they do in pairs of neighbours; gated: whether there are output gates."""
+    None: all; neighbours: whether they do in pairs of neighbours; gated: whether there are output gates; value_dim:
+    channels of values, 0: head_dim."""
 
     head_dim: int
     gqa_ratio: int
@@ -47,6 +48,7 @@ class Variant:
     capped: bool = False
     neighbours: bool = False
     gated: bool = False
+    value_dim: int = 0
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -61,6 +63,8 @@ class Variant:
             "NEIGHBOURS": int(self.neighbours),
             "OUTPUT_GATES": int(self.gated),
         }
+        if self.value_dim not in (0, self.head_dim):
+            values["VALUE_DIM"] = self.value_dim
         return tuple(f"{name}={value}" for name, value in values.items())
 
     @property
@@ -189,6 +193,7 @@ class AttentionParameters:
         cos, _ = self.table
         variant = partial(Variant, *of, warps=warps, capped=self.shape.cap > 0, gated=self.layer.gated)
         variant = partial(variant, rotary_dim=2 * cos.shape[-1], neighbours=self.shape.neighbours)
+        variant = partial(variant, value_dim=self.shape.value_dim)
 
         def needed(stages: int) -> int:
             return variant(stages=stages).shared_bytes
@@ -225,7 +230,7 @@ def attend(
                   queries
     positions  -- int32 [B]: how many positions are cached, below `context`; only the device reads it. The cache's
                   position `positions[b]` is written, and attended to as rounded
-    out        -- float32 [B, heads * head_dim]
+    out        -- float32 [B, heads * head_dim], or of each head as many channels as values have
     splits     -- blocks that share a key head's positions (Flash-Decoding's splits), a power of two up to 32; None: as
                   many as fill the GPU
     flag_in_data -- qkv is in words of `driver/memory.py`: read as soon as it is stored; out may be read so in any case
@@ -236,7 +241,14 @@ def attend(
     batch, kv_heads, context, head_dim = keys.shape
     _check("qkv", qkv, keys, torch.float32, (batch, parameters.rows))
     _check("positions", positions, keys, torch.int32, (batch,))
-    _check("out", out, keys, torch.float32, (batch, shape.heads * head_dim), 8)
+    _check(
+        "out",
+        out,
+        keys,
+        torch.float32,
+        (batch, shape.heads * (shape.value_dim or head_dim)),
+        4 if shape.value_dim else 8,
+    )
     device = qkv.device
     if device.type != "cuda":
         raise ValueError(f"qkv: on {device}, expected a CUDA device")

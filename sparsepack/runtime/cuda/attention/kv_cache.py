@@ -124,9 +124,12 @@ class CudaDenseKvCache:
 
     def _prefill(self, queries: Tensor, keys: Tensor, values: Tensor, first: int, of: AttentionParameters) -> Tensor:
         shape = of.shape
-        return self._kernels.prefill_attention(
+        attended = self._kernels.prefill_attention(
             queries, keys, values, first, of.layer.window, scale=shape.scale, cap=shape.cap, sinks=of.layer.sinks
         )
+        if not shape.value_dim:
+            return attended
+        return torch.unflatten(attended, -1, (shape.heads, -1))[..., : shape.value_dim].flatten(1)
 
     def step(self, layer: int, qkv: Tensor, sparse: bool, out: Tensor, flag_in_data: bool = False) -> None:
         self._kernels.attend(self._layers[layer], qkv, self.positions.there, out, flag_in_data=flag_in_data)

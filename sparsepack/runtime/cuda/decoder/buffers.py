@@ -18,6 +18,22 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
+class LatentBuffers:
+    """What stands between attn_in and attention by latents, float32, [width] each or [B, width].
+
+    normed  -- the rows of attn_in, latents normed
+    queries -- what attn_q_b makes of its latents; None: these are the first rows of attn_in
+    kv      -- what attn_kv_b makes of its latents
+    qkv     -- queries, keys and values of all heads, which attention takes
+    """
+
+    normed: Tensor
+    queries: Tensor | None
+    kv: Tensor
+    qkv: Tensor
+
+
+@dataclass(frozen=True)
 class Buffers:
     """The buffers of a layer, float32: [width] each in a step of one sequence, [B, width] of several.
 
@@ -32,6 +48,7 @@ class Buffers:
                for what a change of basis follows, and where the MLP leaves none
     normed  -- the rows of attn_in, queries and keys normed, which attention takes where the model norms them over all
                heads together; None: it takes qkv
+    latent  -- of models with latents, what stands between attn_in and attention; None: nothing
     layer_normed -- of models with LayerNorms, what attn_in and the MLP take; None: they take x and between
     updates -- of models with post norms, what attention and the MLP add before it is normed; None: it is not
     reset   -- name of a matrix -> the words that its product resets, as `kernels/common/flag_in_data.cuh` allows
@@ -54,6 +71,7 @@ class Buffers:
     updates: tuple[Tensor, Tensor] | None = None
     normed: Tensor | None = None
     layer_normed: tuple[Tensor, Tensor] | None = None
+    latent: LatentBuffers | None = None
     flag_in_data: bool = False
     reset: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -123,7 +141,9 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
     of_between, of_y = _parts(model, 1, kernels)
     rows = _rows(model)
     centred = [a.hidden] * model.layer_norms
-    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers([rows] * (1 + model.row_norms) + centred, device)
+    qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers(
+        [rows] * (1 + model.row_norms) + centred + _latent_widths(model), device
+    )
     numbers, of_router = _numbers(model), _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
         [a.hidden, of_between, numbers, of_router, *[a.hidden] * 2 * model.post_norms, *centred], device
@@ -159,6 +179,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 updates=(updates[0], updates[1]) if model.post_norms else None,
                 normed=normed[0] if model.row_norms else None,
                 layer_normed=(normed[-1], updates[-1]) if model.layer_norms else None,
+                latent=_latent(model, normed),
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
             )
@@ -196,6 +217,7 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
         updates=(memory(a.hidden), memory(a.hidden)) if model.post_norms else None,
         normed=memory(rows) if model.row_norms else None,
         layer_normed=(memory(a.hidden), memory(a.hidden)) if model.layer_norms else None,
+        latent=_latent(model, [memory(width) for width in _latent_widths(model)]),
     )
     ends, buffers = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):
@@ -220,6 +242,25 @@ def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int
         return 1, 1
     of_between = max(kernels.blocks(layer.attention["attn_out"].matrix) for layer in model.layers)
     return of_between, max(layer.mlp.parts(sequences, kernels) or 0 for layer in model.layers)
+
+
+def _latent_widths(model: CudaModel) -> list[int]:
+    """The widths of `LatentBuffers`, in order; empty: the model has no latents."""
+    of = model.architecture.latent
+    if of is None:
+        return []
+    heads, rows = model.architecture.heads, _rows(model)
+    queries = [heads * of.query] if of.q_rank else []
+    return [rows, *queries, heads * (of.plain + of.value), 3 * heads * of.head_dim]
+
+
+def _latent(model: CudaModel, made: Sequence[Tensor]) -> LatentBuffers | None:
+    """made -- buffers of `_latent_widths`"""
+    of = model.architecture.latent
+    if of is None:
+        return None
+    normed, *queries, kv, qkv = made
+    return LatentBuffers(normed, queries[0] if queries else None, kv, qkv)
 
 
 def _rows(model: CudaModel) -> int:

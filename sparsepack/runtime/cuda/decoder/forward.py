@@ -18,13 +18,15 @@ from torch import Tensor
 from torch.nn.attention import sdpa_kernel
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import Attention
+from sparsepack.models.blocks import LATENT_EPS, Attention
 from sparsepack.runtime.cuda.attention.attention import BACKENDS
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
+from sparsepack.runtime.cuda.attention.latents import latent_parts, of_ones
 from sparsepack.runtime.cuda.attention.states import States
 from sparsepack.runtime.cuda.decoder.buffers import (
     Buffers,
     FilledUp,
+    LatentBuffers,
     Launch,
     MlpPrompt,
     MlpStep,
@@ -61,7 +63,7 @@ class Step:
     def __init__(self, model: CudaModel, cache: CudaKvCache, states: States, kernels: Kernels, together: bool) -> None:
         a, sequences = model.architecture, len(cache.lengths)
         self._model, self._cache, self._states, self._kernels = model, cache, states, kernels
-        self._cached = _cached_layers(a)
+        self._cached, self._together = _cached_layers(a), together
         self._multiply: Callable[..., None] = kernels.batch if together else kernels.gemv
         self.state = torch.zeros(a.layers * len(model.names) + 2 * sequences, dtype=torch.int64, device=model.device)
         self.active, self.ids, self.best, self.lasting = state_parts(self.state, sequences)
@@ -124,6 +126,9 @@ class Step:
             normed = of.normed.view(sequences, -1)
             yield partial(self._kernels.norm_rows, qkv, layer.row_norms, eps, normed, flag_in_data=of.flag_in_data)
             qkv = normed
+        if of.latent is not None:
+            yield from self._latents(layer, of, of.latent, product)
+            qkv = of.latent.qkv.view(sequences, -1)
         if mixer is None:
             yield partial(cache.step, self._cached[number], qkv, sparse, attn_output, flag_in_data)
         else:
@@ -152,6 +157,28 @@ class Step:
         flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
         squares_of_y = None if layer.attn_norm is None else of.squares_of_y  # blocks are alike in that
         yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
+
+    def _latents(
+        self, layer: CudaLayer, of: Buffers, to: LatentBuffers, product: Callable[..., Launch]
+    ) -> Iterator[Launch]:
+        """The kernels that make queries, keys and values of what attn_in leaves."""
+        a, norms, count, flag = self._model.architecture, layer.latent_norms, len(self.ids), of.flag_in_data
+        assert a.latent is not None
+        assert norms is not None
+        q, kv, turning = latent_parts(a.latent, a.heads, to.normed, count)
+        widths = (q.shape[1], kv.shape[1], turning.shape[1])
+        normed = partial(self._kernels.norm_latents, of.qkv.view(count, -1), norms, widths, LATENT_EPS, to.normed)
+        yield partial(normed, flag_in_data=flag)
+        if to.queries is not None:
+            x = Input(q if self._together else q[0], flag_in_data=flag)
+            yield product("attn_q_b", layer.attention["attn_q_b"], x, to.queries)
+            q = to.queries.view(count, -1)
+        x = Input(kv if self._together else kv[0], flag_in_data=flag)
+        yield product("attn_kv_b", layer.attention["attn_kv_b"], x, to.kv)
+        join = partial(
+            self._kernels.join_latents, a.latent, a.heads, of_ones(q), of_ones(to.kv.view(count, -1)), turning
+        )
+        yield partial(join, to.qkv.view(count, -1), flag_in_data=flag)
 
     def _layer_norm(self, x: Input, norm: tuple[Tensor, Tensor], y: Tensor) -> Launch:
         """The launch that makes y the LayerNorm of x."""
@@ -350,11 +377,28 @@ class Prefill:
             return keeps.prefill(self._kernels, qkv, x, first, sequence, counted)
         if layer.row_norms is not None:
             qkv = self._kernels.norm_prefill_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
+        if layer.latent_norms is not None:
+            qkv = self._latents(layer, layer.latent_norms, qkv)
         cached, mixer = self._cached[number], self._model.architecture.blocks[number].mixer
         q = self._cache.append(cached, qkv, sequence)
         attended = self._cache.attend(cached, q, sequence)
         gated = isinstance(mixer, Attention) and mixer.gated
         return attended * _gates(qkv, self._model.architecture) if gated else attended
+
+    def _latents(self, layer: CudaLayer, norms: tuple[Tensor | None, Tensor], rows: Product) -> Product:
+        """Queries, keys and values of what attn_in gives."""
+        a, kernels, count = self._model.architecture, self._kernels, len(rows.sums)
+        assert a.latent is not None
+        normed = torch.empty_like(rows.sums)
+        q, kv, turning = latent_parts(a.latent, a.heads, normed, count)
+        kernels.norm_latents(rows, norms, (q.shape[1], kv.shape[1], turning.shape[1]), LATENT_EPS, normed)
+        queries = of_ones(q)
+        if "attn_q_b" in layer.attention:
+            queries = self._product(layer, "attn_q_b", kernels.to_scaled_fp16(q))
+        heads = self._product(layer, "attn_kv_b", kernels.to_scaled_fp16(kv))
+        qkv = torch.empty(count, 3 * a.heads * a.head_dim, device=rows.sums.device)
+        kernels.join_latents(a.latent, a.heads, queries, heads, turning, qkv)
+        return of_ones(qkv)
 
     def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""

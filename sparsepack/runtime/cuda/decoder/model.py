@@ -9,7 +9,8 @@ from torch import Tensor
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.blocks import CLAMPED_SWIGLU
-from sparsepack.models.family import ATTENTION_SITES
+from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
+from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
@@ -34,6 +35,8 @@ class CudaLayer:
     post_norms -- the norms of what attention and the MLP add; None: they add it as it is
     row_norms  -- those of the queries and of the keys of all heads together; None: there are none
     activation -- the number under which kernels know the gate's function
+    latent_norms -- those of the latents of queries, None where these have none, and of keys and values; None: there
+                    are no latents
     """
 
     attention: Mapping[str, CudaSite]
@@ -45,6 +48,7 @@ class CudaLayer:
     row_norms: tuple[Tensor, Tensor] | None = None
     activation: int = 0
     layer_norms: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
+    latent_norms: tuple[Tensor | None, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -134,15 +138,19 @@ def load_model(
         attention = load_attention(of.attention, device, kernels, of_attention)
         mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
         activation = ACTIVATIONS[block.mlp.activation]
-        return CudaLayer(attention, mlp, *before, basis, post_norms, row_norms, activation, layer_norms)
+        q_norm, kv_norm = (norm(name) for name in LATENT_NORMS)
+        latent_norms = None if kv_norm is None else (q_norm, kv_norm)
+        of_more = (post_norms, row_norms)
+        return CudaLayer(attention, mlp, *before, basis, *of_more, activation, layer_norms, latent_norms)
 
+    latent_sites = [name for name in LATENT_SITES if name in packed.layers[0].attention]
     tied, output_bias = packed.output is packed.embedding, packed.scaled_output_norm_bias
     output_here = plan is None or plan.output
     embedding_here = output_here if tied else plan is None or plan.embedding
     embedding = kernels.load_rows(packed.embedding, device, place=place(embedding_here))
     model = CudaModel(
         architecture=packed.architecture,
-        names=(*ATTENTION_SITES, *packed.mlp_kind.counted),
+        names=(*ATTENTION_SITES, *packed.mlp_kind.counted, *latent_sites),
         device=device,
         layers=tuple(layer(number, of) for number, of in enumerate(packed.layers)),
         embedding=embedding,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention import attention, delta_net, double_sparsity, short_conv
+from sparsepack.runtime.cuda.attention import attention, delta_net, double_sparsity, latents, short_conv
 from sparsepack.runtime.cuda.decoder import step_end
 from sparsepack.runtime.cuda.driver import device, kernel, memory
 from sparsepack.runtime.cuda.driver.device import own_stream
@@ -86,6 +86,8 @@ class Kernels:
     post_norm = staticmethod(dense.post_norm)
     layer_norm = staticmethod(dense.layer_norm)
     norm_rows = staticmethod(dense.norm_rows)
+    norm_latents = staticmethod(dense.norm_latents)
+    join_latents = staticmethod(latents.join_latents)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)

@@ -254,38 +254,66 @@ def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, 
 
     Raises `ValueError` for shapes that do not fit.
     """
-    _launch(qkv, None, 1.0, None, norms, eps, y, flag_in_data)
+    queries, keys = map(len, norms)
+    _launch_row_norms(qkv, None, norms, (queries, keys, keys), eps, y, flag_in_data)
 
 
 def norm_prefill_rows(qkv: Product, norms: tuple[Tensor, Tensor], eps: float) -> Product:
     """RMSNorm(q), RMSNorm(k), v of the rows of a product [S, queries + 2 * keys]; norms and eps as `norm_rows` takes
     them."""
-    y = torch.empty_like(qkv.sums)
-    if len(y):
-        _launch(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, norms, eps, y, flag_in_data=False)
+    y, (queries, keys) = torch.empty_like(qkv.sums), map(len, norms)
+    _launch_row_norms(qkv.sums, qkv, norms, (queries, keys, keys), eps, y)
     return Product(y, torch.ones_like(qkv.factor), 1.0, None)
 
 
-def _launch(
-    x: Tensor,
-    factor: Tensor | None,
-    inverse: float,
-    bias: Tensor | None,
-    norms: tuple[Tensor, Tensor],
+def norm_latents(
+    rows: Tensor | Product,
+    norms: tuple[Tensor | None, Tensor],
+    widths: tuple[int, int, int],
     eps: float,
     y: Tensor,
-    flag_in_data: bool,
+    *,
+    flag_in_data: bool = False,
 ) -> None:
-    queries, keys = (len(norm) for norm in norms)
-    if x.shape != (len(x), queries + 2 * keys) or y.shape != x.shape:
-        raise ValueError(f"qkv {list(x.shape)}, y {list(y.shape)}: expected {[len(x), queries + 2 * keys]} twice")
-    defines = (f"ROUNDS={-(-max(queries, keys) // NORM_THREADS)}", f"FLAG_IN_DATA={int(flag_in_data)}")
-    launch(
-        kernel("row_norms", "row_norms", defines, x.device.index or 0),
-        (3, len(x)),
-        NORM_THREADS,
-        *(x, factor, inverse, bias, *norms, queries, keys, float(eps), y),
+    """Put the RMSNorms of latents, and what stands behind them as it is, on the current stream.
+
+    rows         -- [S, sum of widths], contiguous: latents of queries, or queries themselves, which stay as they are,
+                    those of keys and values, and the part of keys that turns
+    norms, eps   -- weights of the two RMSNorms, None where there are queries, and what they add to the mean square
+    y            -- float32 of as many numbers: [S, width] of each, one after the other
+    flag_in_data -- rows are in words of `driver/memory.py`: read as soon as they are stored; y may be read so in any
+                    case
+
+    Raises `ValueError` for shapes that do not fit.
+    """
+    sums, product = (rows.sums, rows) if isinstance(rows, Product) else (rows, None)
+    _launch_row_norms(sums, product, norms, widths, eps, y, flag_in_data, apart=True)
+
+
+def _launch_row_norms(
+    x: Tensor,
+    product: Product | None,
+    norms: tuple[Tensor | None, Tensor],
+    widths: tuple[int, int, int],
+    eps: float,
+    y: Tensor,
+    flag_in_data: bool = False,
+    apart: bool = False,
+) -> None:
+    if x.shape != (len(x), sum(widths)) or (y.numel() != x.numel() if apart else y.shape != x.shape):
+        raise ValueError(f"qkv {list(x.shape)}, y {list(y.shape)}: expected {[len(x), sum(widths)]} twice")
+    defines = (
+        *(f"ROUNDS={-(-max(widths) // NORM_THREADS)}", f"FLAG_IN_DATA={int(flag_in_data)}"),
+        *(("APART=1",) if apart else ()),
     )
+    of_product = (None, 1.0, None) if product is None else (product.factor, product.inverse, product.bias)
+    if len(x):
+        launch(
+            kernel("row_norms", "row_norms", defines, x.device.index or 0),
+            (3, len(x)),
+            NORM_THREADS,
+            *(x, *of_product, *norms, *widths, float(eps), y),
+        )
 
 
 def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:

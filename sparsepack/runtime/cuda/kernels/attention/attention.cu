@@ -4,7 +4,7 @@
 //                                                               gates behind the queries of each head
 //     keys       CacheType [B, kv_heads, context, HEAD_DIM]     and values; row positions[b] is written here
 //     cos, sin   float32 [1 or B, context, ROTARY_DIM / 2]
-//     out        float32 [B, heads, HEAD_DIM]
+//     out        float32 [B, heads, VALUE_DIM]
 //
 // Launch: grid (splits, kv_heads, B), WARPS warps a block. splits is a power of two up to 32 (split-K over positions:
 // Flash-Decoding's num_splits); where it is more than 1, no more blocks than run at once, since they wait for each
@@ -173,7 +173,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     __syncthreads();
 
     if (FLAG_IN_DATA) wait_for_previous();  // nothing but the cache's row is written before: common/flag_in_data.cuh
-    float* result = out + sequence * GQA_RATIO * HEAD_DIM;
+    float* result = out + sequence * GQA_RATIO * VALUE_DIM;
     if (sinks) sinks += kv_head * GQA_RATIO;
     workspace += sequence * splits * splits * slice;
     for (int pair = threadIdx.x; pair < PAIRS; pair += THREADS) {

@@ -10,8 +10,9 @@
 //
 // Macros: HEAD_DIM even, 2 to 256; GQA_RATIO query heads of a key head, 1 to 16 (the group size of grouped-query
 //         attention; llama.cpp's gqa_ratio); that of cache_type.cuh; WARPS; STAGES of the pipeline (CUTLASS's word,
-//         too); ROTARY_DIM, NEIGHBOURS: rotary.cuh; CAPPED 1: scores have a soft cap; OUTPUT_GATES 1: a row of gates lies behind each row of queries,
-//         by whose sigmoid the result is multiplied; AHEAD 1: bring the first rows to the L2 cache before the kernel may
+//         too); ROTARY_DIM, NEIGHBOURS: rotary.cuh; CAPPED 1: scores have a soft cap; OUTPUT_GATES 1: a row of gates
+//         lies behind each row of queries, by whose sigmoid the result is multiplied; VALUE_DIM: so many channels of a
+//         head's result are left, values have zeros behind them; AHEAD 1: bring the first rows to the L2 cache before the kernel may
 //         begin; FLAG_IN_DATA 1: q, k and v are read as soon as they are written (common/flag_in_data.cuh), not when the
 //         kernel before has ended
 
@@ -24,6 +25,9 @@
 #endif
 #include "attention/rotary.cuh"
 
+#ifndef VALUE_DIM
+#define VALUE_DIM HEAD_DIM
+#endif
 #ifndef CAPPED
 #define CAPPED 0
 #endif

@@ -1,12 +1,14 @@
-// RMSNorm of the queries of all heads together, and of the keys, in models that have it; values stay as they are.
+// RMSNorm of the queries of all heads together, and of the keys, in models that have it, or of latents of queries, and of
+// keys and values; the rest stays as it is: values, or the part of keys that turns.
 //
-//     x   float32 [B, queries + 2 keys]      what attn_in left: q, then k, then v
-//     y   float32 [B, queries + 2 keys]      x * factor * inverse + bias, of it q and k normed
+//     x   float32 [B, queries + keys + rest]   what attn_in left, one after the other
+//     y   float32 [B, queries + keys + rest]   x * factor * inverse + bias, of it queries and keys normed; or where APART
+//                                              [B, queries], then [B, keys], then [B, rest]
 //
-// Launch: grid (3, B): a block has the queries, the keys or the values of a row; thread t its columns t, t + THREADS, ..
+// Launch: grid (3, B): a block has the queries, the keys or the rest of a row; thread t its columns t, t + THREADS, ..
 //
 // Macros: ROUNDS: width of the widest of the three / THREADS, rounded up; FLAG_IN_DATA 1: x is read as soon as it is
-//         stored (common/flag_in_data.cuh), not when the kernel before has ended
+//         stored (common/flag_in_data.cuh), not when the kernel before has ended; APART
 
 #include "common/flag_in_data.cuh"
 
@@ -14,19 +16,22 @@
 #define ROUNDS 4
 #define FLAG_IN_DATA 1
 #endif
+#ifndef APART
+#define APART 0
+#endif
 
 static constexpr int THREADS = 1024, WARPS = THREADS / 32;
 
-// factor: float32 [B], null for ones; bias: float32 [queries + 2 keys], null for none; q_norm, k_norm: float32 [queries],
-// [keys].
+// factor: float32 [B], null for ones; bias: float32 [queries + keys + rest], null for none; q_norm: float32 [queries], null:
+// they stay as they are; k_norm: [keys].
 extern "C" __global__ void __launch_bounds__(THREADS)
     row_norms(const float* x, const float* factor, float inverse, const float* bias, const float* q_norm,
-              const float* k_norm, int queries, int keys, float eps, float* y) {
+              const float* k_norm, int queries, int keys, int rest, float eps, float* y) {
     __shared__ float of_warps[WARPS];
-    const int part = blockIdx.x, width = part ? keys : queries;
+    const int part = blockIdx.x, width = part == 0 ? queries : part == 1 ? keys : rest;
     const int first = part ? queries + (part - 1) * keys : 0;  // column of the part
     const float* norm = part == 0 ? q_norm : part == 1 ? k_norm : nullptr;
-    const u64 at = (u64)blockIdx.y * (queries + 2 * keys) + first;
+    const u64 at = (u64)blockIdx.y * (queries + keys + rest) + first;
     const auto column = [](int r) { return r * THREADS + (int)threadIdx.x; };
     float weight[ROUNDS], v[ROUNDS];
 #pragma unroll
@@ -55,8 +60,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         __syncthreads();
         normed = rsqrtf(warp_sum(of_warps[threadIdx.x % WARPS]) / width + eps);
     }
+    y += APART ? (u64)gridDim.y * first + blockIdx.y * width : at;
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r)
-        if (column(r) < width) ll_store(y + at + column(r), v[r] * normed * weight[r]);
+        if (column(r) < width) ll_store(y + column(r), v[r] * normed * weight[r]);
 }
