@@ -8,7 +8,7 @@ import pytest
 import simulated
 import torch
 from backends import largest_difference
-from packed_models import DELTA_MIXTURE, GPT_OSS, LATENTS, random_model, stock_model, with_levels, with_rules
+from packed_models import DELTA_MIXTURE, GPT_OSS, LATENTS, LFM2_MOE, random_model, stock_model, with_levels, with_rules
 from pairwise import each_value
 from simulated_decoders import IDS, ROUNDED, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
@@ -71,6 +71,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 VARIANTS |= {
     "gpt_oss": GPT_OSS,
     "states": {**DELTA_MIXTURE, "num_experts": 4, "num_experts_per_tok": 1},
+    "lfm2_moe": LFM2_MOE,
     "deepseek_v3, groups, dense first": {
         "model_type": "deepseek_v3",
         **LATENTS,
