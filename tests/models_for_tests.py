@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sparsepack.models.families import FAMILIES
+from sparsepack.models.family import Family
 from sparsepack.models.hf_model.model import placed_in
 
 VOCABULARY = 512
@@ -264,6 +265,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "pad_token_id": 0,
         "tie_word_embeddings": True,
     },
+    "gemma4_text, mixture": {
+        **_GEMMA_4,
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 0,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 256,
+    },
     "qwen3_5_moe_text": {
         "num_key_value_heads": 1,
         "num_hidden_layers": 4,
@@ -295,6 +305,15 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
+
+
+def row(name: str) -> Family:
+    """The row of a family by its name in these tables."""
+    changes = (SMALL | EXPERTS)[name]
+    family = FAMILIES[changes.get("model_type", name)]
+    return family.mixture if changes.get(family.mixes) and family.mixture is not None else family
+
+
 LLAMA_CPP = [family for family in SMALL if FAMILIES[family].gguf is not None]
 """The families of SMALL that llama.cpp knows."""
 _STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
@@ -401,9 +420,10 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         **changes,
     }
     if values["num_hidden_layers"] == 1 and family in EXPERTS:  # and so has experts
-        dense = FAMILIES[family].dense_mlps
+        dense = row(family).dense_mlps
         values |= {} if dense is None else {dense.key: dense.setting(False)}
-        values |= {"layer_types": ["full_attention"]} if values.get("layer_types") else {}
+    if values["num_hidden_layers"] == 1 and "layer_types" in values:
+        values["layer_types"] = ["full_attention"]
     if family == "granitemoehybrid":
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)
@@ -434,7 +454,7 @@ def edit_config(folder: Path, **changes: Any) -> None:
 def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = AutoConfig.for_model(family, **values)
+    config = AutoConfig.for_model(**{"model_type": family, **values})
     generator = torch.Generator().manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
@@ -444,6 +464,8 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
                 parameter.copy_(1 + 0.2 * noise)
             elif name.endswith("bias"):
                 parameter.copy_(0.5 * noise)
+            elif name.endswith("scale"):
+                parameter.copy_(1 + 0.3 * noise)
             elif name.endswith("A_log"):
                 parameter.copy_(noise)  # states forget within a few tokens, or hundreds
             elif "embed_" in name:

@@ -23,12 +23,11 @@ import pytest
 import torch
 from commands_for_tests import succeeds
 from gguf import GGUFReader
-from models_for_tests import EXPERTS, SMALL, edit_config, make_model
+from models_for_tests import EXPERTS, SMALL, edit_config, make_model, row
 from safetensors import safe_open
 
 import sparsepack
 from sparsepack.data import SHIPPED_MODELS
-from sparsepack.models.families import FAMILIES
 
 pytestmark = pytest.mark.long  # each format has tests of its own
 
@@ -69,7 +68,7 @@ def _cases() -> Iterator[Case]:
         yield Case(source, "--format zigzag-q4_k")
         yield Case(source, "--format zigzag-q4_k --sparsity 0.5", calibrated=True)
         family = source.split("/")[0]
-        for format in ("q4_k", "bf16") if family not in FAMILIES or FAMILIES[family].gguf is not None else ():
+        for format in ("q4_k", "bf16") if family not in SMALL | EXPERTS or row(family).gguf is not None else ():
             yield Case(source, f"--format {format}")
         for format in ("slide-int8", "slide-fp8", "slide-bf16") if dense else ():
             yield Case(source, f"--format {format}", pruned=True)

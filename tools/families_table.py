@@ -37,6 +37,16 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Gemma 2": ("gemma2", {}),
     "Gemma 3 (text)": ("gemma3_text", {}),
     "Gemma 4 (text, dense)": ("gemma4_text", {}),
+    "Gemma 4 26B-A4B (text)": (
+        "gemma4_text",
+        {
+            "enable_moe_block": True,
+            "num_experts": 128,
+            "top_k_experts": 8,
+            "intermediate_size": 2112,
+            "moe_intermediate_size": 704,
+        },
+    ),
     "Gemma 4 unified (text, dense)": ("gemma4_unified_text", {}),
     "VaultGemma": ("vaultgemma", {}),
     "Granite 3": ("granite", {}),
@@ -90,8 +100,8 @@ def tables() -> str:
 def _of_verbs() -> tuple[list[str], list[list[str]]]:
     rows = [
         [name, YES]
-        + [_cell(takes(verb, FAMILIES[kind])) for verb in VERBS]
-        + [_cell(runs(row, FAMILIES[kind], changes)) for row in BACKENDS.values()]
+        + [_cell(takes(verb, family_of_model(kind, changes))) for verb in VERBS]
+        + [_cell(runs(row, family_of_model(kind, changes), changes)) for row in BACKENDS.values()]
         for name, (kind, changes) in MODELS.items()
     ]
     return ["models", EVERY, *VERBS, *BACKENDS], rows
@@ -100,15 +110,21 @@ def _of_verbs() -> tuple[list[str], list[list[str]]]:
 def _of_formats() -> tuple[list[str], list[list[str]]]:
     rows = [
         [name]
-        + [_cell(holds(FORMATS[format], FAMILIES[kind])) for format in FORMAT_GROUPS]
-        + [_cell(all(takes(verb, FAMILIES[kind]) for verb in ("pack", "refit")))]
-        for name, (kind, _) in MODELS.items()
+        + [_cell(holds(FORMATS[format], family_of_model(kind, changes))) for format in FORMAT_GROUPS]
+        + [_cell(all(takes(verb, family_of_model(kind, changes)) for verb in ("pack", "refit")))]
+        for name, (kind, changes) in MODELS.items()
     ]
     return ["models", *(HEADS.get(name, name) for name in FORMAT_GROUPS), "pack --refit"], rows
 
 
 def _cell(able: bool) -> str:
     return YES if able else NO
+
+
+def family_of_model(kind: str, changes: Mapping[str, Any]) -> Family:
+    """The row of a model in `MODELS`."""
+    family = FAMILIES[kind]
+    return family.mixture if family.mixture is not None and changes.get(family.mixes) else family
 
 
 def takes(verb: str, family: Family) -> bool:

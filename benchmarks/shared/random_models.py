@@ -75,9 +75,13 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
         biased = a.blocks[number].mlp.biased
         sites = {of: experts_site(number, of, a.experts, biased) for of in MLP_SITES}
         router = normal(a.experts.count, a.hidden, size=SHARPER * a.hidden**-0.5)
-        shared = normal(1, a.hidden, size=a.hidden**-0.5) if a.experts.shared else None
+        names = a.family(number).experts
+        gated = names is not None and names.shared is not None and names.shared.gate
+        shared = normal(1, a.hidden, size=a.hidden**-0.5) if gated else None
         bias = normal(a.experts.count, size=0.1) if biased else None
-        return ExpertMlp(router, a.experts.used, a.experts.normalised, sites, shared, bias)
+        scale = norm(a.experts.count) if names is not None and names.own_norms is not None else None
+        numbers = a.experts.used, a.experts.normalised
+        return ExpertMlp(router, *numbers, sites, shared, bias, a.experts.router, scale=scale)
 
     def delta_net(number: int) -> dict[str, Tensor]:
         made = {}
@@ -92,7 +96,8 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
         widths = norm_widths(a, number)
         norms = {of: norm(width, narrow if "post" in of else 1.0) for of, width in widths.items()}
         sinks = normal(a.heads) if isinstance(mixer, Attention) and mixer.sinks else None
-        return PackedLayer(attention, norms, units, None, sinks, delta_net(number))
+        scalar = norm(1) if a.blocks[number].scaled else None
+        return PackedLayer(attention, norms, units, None, sinks, delta_net(number), scalar)
 
     return PackedModel(
         architecture=a,

@@ -165,6 +165,8 @@ class ExpertMlp:
     router_bias -- float32 [experts], of the router; None: there is none
     routing     -- how the router chooses; None: by the softmax of its products
     correction  -- float32 [experts], added to scores to decide who is chosen; None: there is none
+    scale       -- float32 [experts], by which the weights of the chosen ones are multiplied in the end; None: they are
+                   not
     """
 
     kind: ClassVar[MlpKind] = EXPERTS
@@ -177,6 +179,7 @@ class ExpertMlp:
     router_bias: Tensor | None = None
     routing: Router | None = None
     correction: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def shared(self) -> int:
@@ -206,7 +209,8 @@ class ExpertMlp:
     @property
     def always(self) -> tuple[Tensor, ...]:
         """What every token reads beside the matrices."""
-        return tuple(each for each in (self.router, self.shared_gate, self.correction) if each is not None)
+        all = self.router, self.shared_gate, self.correction, self.scale
+        return tuple(each for each in all if each is not None)
 
     def weights(self, family: Family) -> Weights:
         """The stock model's tensors of the MLP, decoded when asked for."""
@@ -223,6 +227,8 @@ class ExpertMlp:
                 found[family.bias(family.projections[name][0])] = partial(_same, site.bias)
             for number, part in enumerate(shared):
                 found[part] = partial(_of_shared, name, site.matrix, count, number)
+        if family.experts.own_norms is not None and self.scale is not None:
+            found[family.experts.own_norms.experts] = partial(_same, self.scale)
         if family.experts.shared is not None and self.shared_gate is not None:
             found[f"{family.experts.shared.gate}.weight"] = partial(_same, self.shared_gate)
         return found
@@ -234,7 +240,8 @@ Mlp = DenseMlp | NeuronMlp | ExpertMlp
 @dataclass(frozen=True)
 class PackedLayer:
     """One decoder block: the sites of its attention, the norms that it has (of attn_norm, mlp_norm, attn_post_norm,
-    mlp_post_norm, q_norm, k_norm, q_row_norm, k_row_norm, q_a_norm, kv_a_norm) as float32, and its MLP.
+    mlp_post_norm, experts_norm, shared_norm, q_norm, k_norm, q_row_norm, k_row_norm, q_a_norm, kv_a_norm) as float32,
+    and its MLP.
     Where norms are LayerNorm, there are their biases, too, as attn_norm_bias and mlp_norm_bias.
 
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
@@ -296,6 +303,10 @@ class PackedLayer:
             norms |= {names[name]: partial(_same, value) for name, value in self.delta_net.items()}
             for name in {"delta_conv", "short_conv"} & self.delta_net.keys():
                 norms[names[name]] = partial(_same, self.delta_net[name][:, None])
+        if family.experts is not None and (own := family.experts.own_norms) is not None:
+            read, size = self.norms["mlp_norm"], len(self.norms["mlp_norm"])
+            norms[f"{own.shared}.weight"] = partial(_same, read)
+            norms[own.channels] = partial(_same, read * size**0.5)
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
         vectors = {family.sinks: self.sinks, family.layer_scalar: self.scalar}
         more = {name: partial(_same, value) for name, value in vectors.items() if value is not None}

@@ -22,7 +22,6 @@ from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.config_files import config_of
 from sparsepack.models.checkpoint.experts import as_shared
-from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import EMBEDDING, HEAD, Family
 from sparsepack.models.found import family_of_config
 from sparsepack.models.hf_config import architecture_of, token_ids
@@ -60,7 +59,7 @@ def check_config(config_json: str, architecture: Architecture) -> None:
     values = json.loads(config_json)
     if not isinstance(values, dict):
         raise ValueError("config.json is no JSON object")
-    family = FAMILIES[architecture.model_type]
+    family = architecture.row
     for key, name in _SAME.items():
         if key == "head_dim" and architecture.latent is not None:
             continue  # that of the part which turns
@@ -207,7 +206,7 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
 
     The function raises `ArtifactError` for a name that the model does not have.
     """
-    family = FAMILIES[packed.architecture.model_type]
+    family = packed.architecture.row
     makers: dict[str, Callable[[], Tensor]] = {
         EMBEDDING: lambda: decode_matrix(packed.embedding),
         HEAD: lambda: decode_matrix(packed.output),

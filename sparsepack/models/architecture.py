@@ -8,6 +8,7 @@ import torch
 
 from sparsepack.models.blocks import (
     ACTIVATIONS,
+    EXPERT_NORMS,
     PLAIN_ACTIVATIONS,
     Attention,
     Block,
@@ -109,7 +110,7 @@ class Architecture:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The decoder blocks, in order of execution."""
-        family = FAMILIES[self.model_type]
+        family = self.row
         local = bool(self.local_inv_freq)
         biased = family.experts is not None and family.experts.biased
         mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts, biased)
@@ -135,16 +136,24 @@ class Architecture:
             )
 
         dense = Mlp(self.dense_intermediate, self.activation, family.gated)
-        before, after, scaled, centred = (
+        before, after, scaled, centred, of_experts = (
             "attn_norm" in family.norms,
             "attn_post_norm" in family.norms,
             bool(family.layer_scalar),
             family.layer_norms,
+            EXPERT_NORMS[0] in family.norms,
         )
+        how = before, after, scaled, centred, of_experts
         return tuple(
-            Block(mixer(layer, window), dense if layer in self.dense_layers else mlp, before, after, scaled, centred)
+            Block(mixer(layer, window), dense if layer in self.dense_layers else mlp, *how)
             for layer, window in enumerate(self.sliding_windows)
         )
+
+    @property
+    def row(self) -> Family:
+        """The row of the model's family."""
+        family = FAMILIES[self.model_type]
+        return family.mixture if family.mixture is not None and self.experts is not None else family
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
@@ -158,7 +167,7 @@ class Architecture:
 
     def family(self, layer: int) -> Family:
         """The names of a block."""
-        family = FAMILIES[self.model_type]
+        family = self.row
         if self.latent is not None and not self.latent.q_rank:
             family = family.plain_queries
         if layer in self.state_layers:
@@ -326,7 +335,7 @@ def _check_heads(architecture: Architecture) -> None:
 
 def _check_experts(architecture: Architecture) -> None:
     """Raise ValueError where the numbers of experts could not be a model's."""
-    experts, of_family = architecture.experts, FAMILIES[architecture.model_type].experts
+    experts, of_family = architecture.experts, architecture.row.experts
     if (experts is None) != (of_family is None):
         raise ValueError(f"experts {str(experts)[:60]} in a {architecture.model_type} model")
     if experts is None or of_family is None:
@@ -345,7 +354,7 @@ def _check_experts(architecture: Architecture) -> None:
 
 def _check_router(a: Architecture, experts: ExpertNumbers) -> None:
     """Raise ValueError where a router, or the blocks without one, could not be a model's."""
-    family = FAMILIES[a.model_type]
+    family = a.row
     layers = a.dense_layers
     if not all(type(layer) is int and 0 <= layer < a.layers for layer in layers):
         raise ValueError(f"dense_layers holds something else than numbers of the {a.layers} layers")

@@ -243,6 +243,10 @@ class Mlp:
     biased: bool = False
 
 
+EXPERT_NORMS = ("experts_norm", "shared_norm")
+"""Our names of the norms of what chosen experts make, and of what shared ones do."""
+
+
 @dataclass(frozen=True)
 class Block:
     """A decoder block: x += mixer(x), then x += mlp(x).
@@ -251,6 +255,8 @@ class Block:
     norms_after  -- whether the RMSNorm of what they make is added
     scaled       -- whether x is multiplied by a number of the block's in the end
     layer_norms  -- whether norms are LayerNorm in place of RMSNorm: the mean is subtracted first, and a bias added last
+    norms_of_experts -- whether what the chosen experts make, and what the shared ones make, is RMS-normalised each by
+                        itself before the two are added
     """
 
     mixer: Attention | DeltaNet | ShortConv
@@ -259,13 +265,15 @@ class Block:
     norms_after: bool = False
     scaled: bool = False
     layer_norms: bool = False
+    norms_of_experts: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms."""
         before, after = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
         of_attention = {None: (), "heads": ("q_norm", "k_norm"), "rows": ("q_row_norm", "k_row_norm")}
-        return before * self.norms_before + after * self.norms_after + of_attention[self.qk_norm]
+        of_experts = EXPERT_NORMS * self.norms_of_experts
+        return before * self.norms_before + after * self.norms_after + of_experts + of_attention[self.qk_norm]
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:

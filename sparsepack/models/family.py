@@ -127,6 +127,8 @@ class Family:
                       `num_nextn_predict_layers` says; nothing here computes them. "": there are none
     latent         -- attention has latents (`blocks.Latent`); where queries have none, attn_in has `LATENT_QUERIES`
     dense_mlps     -- the blocks whose MLPs have no experts; None: all blocks are alike
+    mixture        -- the row of models of its `model_type` that have experts; None: all models are of this row
+    mixes          -- of the configuration: whether a model has them
     dense_layers   -- the numbers of these in a configuration's model, which `of` fills in
     """
 
@@ -175,11 +177,18 @@ class Family:
     predicts: str = ""
     latent: bool = False
     dense_mlps: DenseMlps | None = None
+    mixture: "Family | None" = None
+    mixes: str = ""
     dense_layers: tuple[int, ...] = ()
+
+    def row(self, config: Any) -> "Family":
+        """The row of a stock configuration of its `model_type`."""
+        return self.mixture if self.mixture is not None and getattr(config, self.mixes, False) else self
 
     def of(self, config: Any) -> "Family":
         """The names in the model of a stock configuration, as far as these depend on it."""
-        family = self.plain_queries if self.latent and config.q_lora_rank is None else self
+        family = self.row(config)
+        family = family.plain_queries if self.latent and config.q_lora_rank is None else family
         layers, more = config.num_hidden_layers, getattr(config, "num_nextn_predict_layers", None) or 0
         if self.predicts and more:
             behind = {f"{self.block(layer)}.": self.predicts for layer in range(layers, layers + more)}
@@ -254,11 +263,13 @@ class Family:
         if layer in family.dense_layers:
             return family.dense_block
         if self.k_eq_v and getattr(config, self.k_eq_v) and config.layer_types[layer] == "full_attention":
-            return self.k_eq_v_block
+            return family.k_eq_v_block
         return family
 
     def of_block(self, block: Any) -> "Family":
         """The names of a stock decoder block."""
+        if self.mixture is not None and self.mixture.experts and hasattr(block, self.mixture.experts.module):
+            return self.mixture.of_block(block)
         if self.k_eq_v and block.self_attn.v_proj is None:
             return self.k_eq_v_block
         family = self.state_block if self.state is not None and hasattr(block, self.state.module) else self

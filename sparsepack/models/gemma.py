@@ -1,7 +1,8 @@
 """Gemma: (1 + w) in norms, GELU, a scaled embedding. Gemma 2 and 3 have norms before and after and windows in most
 layers, 2 soft caps, 3 norms of heads and rotary frequencies of layers with a window. VaultGemma is 2 without norms
 after. In 4 norms multiply by w alone, layers without a window have wider heads and may take keys for values, values
-are normed, and each layer is scaled."""
+are normed, and each layer is scaled. A mixture of 4 has a dense MLP beside experts in each block, which here is so many
+experts more that every token has, and norms what either makes."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -9,7 +10,7 @@ from typing import Any
 
 from sparsepack.models.blocks import Multipliers
 from sparsepack.models.family import Family
-from sparsepack.models.parts import GGUF_PARTS, NORMS, LlamaCpp
+from sparsepack.models.parts import GGUF_PARTS, NORMS, PROJECTIONS, Experts, LlamaCpp, OwnNorms, SharedExpert
 
 _CAPS = MappingProxyType(
     {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
@@ -93,7 +94,40 @@ _GEMMA4 = replace(
     value_norm=True,
     layer_scalar="layer_scalar",
     only=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
-    covered=MappingProxyType({"enable_moe_block": False}),
+    mixes="enable_moe_block",
+)
+
+_SHARED = SharedExpert("mlp", gate="", norm="post_feedforward_layernorm_1", width="intermediate_size")
+_EXPERTS = Experts(
+    "experts",
+    "router.proj",
+    stored="",
+    parts=("", "", ""),
+    used="top_k_experts",
+    shared=_SHARED,
+    own_norms=OwnNorms(),
+)
+_IN, _MID = _EXPERTS.parameters
+_GEMMA4_MIXTURE = replace(
+    _GEMMA4,
+    mixes="",
+    experts=_EXPERTS,
+    fields=MappingProxyType({**_GEMMA4.fields, "intermediate_size": "moe_intermediate_size"}),
+    projections=MappingProxyType(
+        {
+            **PROJECTIONS,
+            "mlp_in": (_IN, *_SHARED.projections[0]),
+            "mlp_mid": (_MID, *_SHARED.projections[1]),
+        }
+    ),
+    norms=MappingProxyType(
+        {
+            **_GEMMA4.norms,
+            "mlp_norm": "pre_feedforward_layernorm_2",
+            "experts_norm": "post_feedforward_layernorm_2",
+            "shared_norm": _SHARED.norm,
+        }
+    ),
 )
 
 FAMILIES = (
@@ -125,6 +159,6 @@ FAMILIES = (
         local_rotary=True,
         multipliers=_multipliers_3,
     ),
-    _GEMMA4,
-    replace(_GEMMA4, model_type="gemma4_unified_text", only=MappingProxyType({"num_kv_shared_layers": 0}), covered={}),
+    replace(_GEMMA4, mixture=_GEMMA4_MIXTURE),
+    replace(_GEMMA4, model_type="gemma4_unified_text", only=MappingProxyType({"num_kv_shared_layers": 0}), mixes=""),
 )

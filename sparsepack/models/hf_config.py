@@ -39,7 +39,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
 
     Raises `CheckpointError` for what an engine here cannot run.
     """
-    family = FAMILIES[config.model_type]
+    family = FAMILIES[config.model_type].row(config)
     rope, local = rotary_settings(config)
     kind, known = rope.get("rope_type", "default"), (*_FIXED_ROTARY, *_BY_LENGTH)
     if kind not in known:
@@ -194,8 +194,8 @@ def expert_numbers(config: Any, layer: int | None = None) -> ExpertNumbers | Non
                 f"{config.model_type}: {name} {str(value)[:60]}: a router of another kind; expected the softmax of its "
                 "logits over all experts together"
             )
-    count, used = getattr(config, experts.count), config.num_experts_per_tok
-    for name, value, most in ((experts.count, count, MOST_EXPERTS), ("num_experts_per_tok", used, count)):
+    count, used = getattr(config, experts.count), getattr(config, experts.used)
+    for name, value, most in ((experts.count, count, MOST_EXPERTS), (experts.used, used, count)):
         if type(value) is not int or not 1 <= value <= most:
             raise CheckpointError(
                 f"{config.model_type}: {name} is {str(value)[:60]}; expected a whole number from 1 to {most}"
@@ -229,7 +229,7 @@ def _router(config: Any, experts: Experts, count: int) -> Router | None:
 
 def _shared_parts(config: Any) -> int:
     """Count the experts that the shared one is as wide as. Raises `CheckpointError` where that is no whole number."""
-    family = FAMILIES[config.model_type]
+    family = FAMILIES[config.model_type].row(config)
     if family.experts is None or family.experts.shared is None:
         return 0
     if count := family.experts.shared.count:

@@ -40,12 +40,14 @@ class SharedExpert:
 
     module -- that holds its projections, of the usual names
     gate   -- the module whose `weight` is [1, hidden]; "": every token has all of it
+    norm   -- the module that norms what it gives before anything is added to it; "": there is none
     width  -- the field of the configuration that says how wide it is
     count  -- the field that says how many times as wide as the others it is, in place of that
     """
 
     module: str = "mlp.shared_expert"
     gate: str = "mlp.shared_expert_gate"
+    norm: str = ""
     width: str = "shared_expert_intermediate_size"
     count: str = ""
 
@@ -129,6 +131,22 @@ class RouterNames:
 
 
 @dataclass(frozen=True)
+class OwnNorms:
+    """Norms of their own by which a router and a shared expert read the stream that experts read by mlp_norm, and what
+    else the router multiplies by. Here all of them read mlp_norm: the rest is in their matrices
+    (`checkpoint.experts.folded_source`).
+
+    shared   -- the module of the shared expert's
+    channels -- the parameter [hidden] by which the router multiplies the normed stream, and by 1 / sqrt(hidden)
+    experts  -- the parameter [experts] by which the weights of the chosen ones are multiplied in the end
+    """
+
+    shared: str = "pre_feedforward_layernorm"
+    channels: str = "router.scale"
+    experts: str = "router.per_expert_scale"
+
+
+@dataclass(frozen=True)
 class ShortConvNames:
     """Blocks that have a gated short convolution (`blocks.ShortConv`) in place of attention. The fields are as of
     `DeltaNetNames`; the parameter is the convolution [channels, 1, taps].
@@ -155,9 +173,11 @@ class Experts:
 
     module     -- that holds them
     router     -- the module whose `weight` is [experts, hidden]
-    stored     -- how a checkpoint names the module, which the stock model may call otherwise
+    stored     -- how a checkpoint names the module, which the stock model may call otherwise; "": it has what the stock
+                  model has
     parts      -- how a checkpoint names gate, up and down of one expert, within `stored` and the expert's number
     count      -- the field of the configuration that says how many there are
+    used       -- the field that says how many a token has
     normalised -- the field that says whether the weights of the chosen ones are made to add up to one; "": they are
     dense      -- fields that make the MLPs of some blocks dense, which nothing here has a place for, and what each of
                   them is where there are none
@@ -168,6 +188,7 @@ class Experts:
                   hidden, 2 * width]. Here they are as in other families (`checkpoint.experts.ordered_source`)
     gated      -- whether they have a gate; without one the first parameter is `UP` [experts, width, hidden]
     routing    -- how the router chooses; None: by the softmax of its logits
+    own_norms  -- by which norms the router and the shared expert read; None: by that of the others
     """
 
     module: str
@@ -175,6 +196,7 @@ class Experts:
     stored: str
     parts: tuple[str, str, str]
     count: str = "num_experts"
+    used: str = "num_experts_per_tok"
     normalised: str = ""
     dense: Mapping[str, Any] = field(default_factory=dict)
     shared: SharedExpert | None = None
@@ -182,6 +204,7 @@ class Experts:
     alternate: bool = False
     gated: bool = True
     routing: RouterNames | None = None
+    own_norms: OwnNorms | None = None
 
     GATE_UP: ClassVar[str] = "gate_up_proj"
     UP: ClassVar[str] = "up_proj"

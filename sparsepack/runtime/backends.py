@@ -44,6 +44,7 @@ LAYER_NORMS = "norms that subtract the mean"
 HEAD_SIZES = "heads of two sizes"
 VALUE_NORMS = "normed values, or keys in their place"
 LAYER_SCALARS = "scaled layers"
+NORMED_EXPERTS = "norms of what experts make, and scales of each"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
     {
@@ -73,6 +74,7 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         LAYER_SCALARS: lambda a, context: any(block.scaled for block in a.blocks),
         LATENTS: lambda a, context: a.latent is not None,
         ROUTERS: lambda a, context: a.experts is not None and a.experts.router is not None,
+        NORMED_EXPERTS: lambda a, context: any(block.norms_of_experts for block in a.blocks),
         DENSE_BLOCKS: lambda a, context: bool(a.dense_layers),
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }
@@ -196,7 +198,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS},
+                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS, NORMED_EXPERTS},
             ),
             Backend(
                 "metal",

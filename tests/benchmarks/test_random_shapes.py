@@ -32,6 +32,7 @@ SMALL = {
 EXPERTS = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
+    "top_k_experts": 2,
     "moe_intermediate_size": 160,
     "shared_expert_intermediate_size": 320,
 }
@@ -51,6 +52,8 @@ def small(name: str) -> Any:
     changes: dict[str, Any] = {**SMALL, **(EXPERTS if "num_experts" in MODELS[name] else {})}
     if "linear_num_key_heads" in MODELS[name]:
         changes |= STATES
+    if name == "gemma-4-26b-a4b":
+        changes |= {"num_global_key_value_heads": 2, "head_dim": 64, "global_head_dim": 128, "intermediate_size": 480}
     if name == "lfm2-1.2b":
         changes |= {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
     return configuration(name, **changes, **(GPT_OSS if name == "gpt-oss-20b" else {}))
@@ -58,7 +61,16 @@ def small(name: str) -> Any:
 
 @pytest.mark.parametrize(
     "name",
-    ["gemma-3-1b", "olmoe-1b-7b", "qwen1.5-moe-a2.7b", "qwen3.5-0.8b", "qwen3.6-35b-a3b", "gpt-oss-20b", "lfm2-1.2b"],
+    [
+        "gemma-3-1b",
+        "olmoe-1b-7b",
+        "qwen1.5-moe-a2.7b",
+        "qwen3.5-0.8b",
+        "qwen3.6-35b-a3b",
+        "gpt-oss-20b",
+        "lfm2-1.2b",
+        "gemma-4-26b-a4b",
+    ],
 )
 def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
     packed = random_of(small(name), name, 1, "cpu")
@@ -72,7 +84,7 @@ def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
         assert share == pytest.approx(0.5, abs=0.3 if site == "attn_out" else 0.1), (layer, site)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [name for name in MODELS if name != "gemma-4-26b-a4b"])  # it has no GGUF yet
 def test_llama_cpp_runs_the_file(name: str, tmp_path: Path) -> None:
     peer = LlamaCpp(write_shape(tmp_path / "peer.gguf", small(name)), 64, repacked=False)
     found = []

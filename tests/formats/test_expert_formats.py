@@ -9,7 +9,7 @@ import torch
 from artifacts_for_tests import plan_zigzag, write_plain, write_zigzag
 from codec_cases import relative_error
 from forged import edited, forge
-from models_for_tests import AS_LLAMA_CPP, EXPERTS, make_model
+from models_for_tests import AS_LLAMA_CPP, EXPERTS, make_model, row
 
 from sparsepack.errors import ArtifactError, CheckpointError, PackingError
 from sparsepack.formats.containers.gguf import u32
@@ -24,11 +24,10 @@ from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
 from sparsepack.formats.zigzag.reader import NUMBERS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import FAMILIES
 from sparsepack.models.hf_config import architecture_of
 from sparsepack.models.sites import SiteRule
 
-KNOWN = [family for family in EXPERTS if FAMILIES[family].gguf is not None]
+KNOWN = [family for family in EXPERTS if row(family).gguf is not None]
 """Those that llama.cpp knows."""
 ODD: dict[str, tuple[str, dict[str, Any]]] = {
     "odd": ("qwen3_moe", {"moe_intermediate_size": 96, "num_experts": 5, "num_experts_per_tok": 3}),
@@ -80,10 +79,11 @@ def test_every_tensor_comes_back_within_its_types_error(
     for source in checkpoint.source.shapes:
         found, expected = tensor(source), checkpoint.tensor(source).float()
         assert found.shape == expected.shape
-        exact = expected.dim() == 1 or source.endswith(("mlp.gate.weight", "shared_expert_gate.weight"))
+        exact = expected.dim() == 1 or source.endswith(("mlp.gate.weight", "expert_gate.weight", "router.proj.weight"))
         assert relative_error(found, expected) < (1e-7 if exact else 0.09), source
     assert packed.architecture == architecture_of(checkpoint.config, None)
-    assert stock_config(packed).num_experts_per_tok == checkpoint.config.num_experts_per_tok
+    used = row(name).experts.used if name in EXPERTS else "num_experts_per_tok"  # type: ignore[union-attr]
+    assert getattr(stock_config(packed), used) == getattr(checkpoint.config, used)
     assert packed.rules[0, "mlp_in"].limits == 0.5
     assert packed.rules[1, "mlp_mid"].limits == 0.25
     assert verify(files[name], checkpoint).passed

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import EXPERTS, VOCABULARY, edit_config, make_model
+from models_for_tests import EXPERTS, VOCABULARY, edit_config, make_model, row
 from passes import by_a_stream, by_the_stock_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
@@ -53,7 +53,7 @@ def refused(folder: Path) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("family", [name for name in EXPERTS if name != "gpt_oss"])
+@pytest.mark.parametrize("family", [name for name in EXPERTS if row(name).experts.stored and name != "gpt_oss"])
 def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Path], family: str) -> None:
     names = load_file(folders[family] / FILE)
     assert any(".experts.7." in name for name in names)  # what is tested: they are stored one by one
@@ -113,8 +113,10 @@ def test_blocks_one_by_one_are_those_of_the_stock_model(folders: dict[str, Path]
     expected, last = by_the_stock_model(stock, stock.model.layers, IDS)
     stream = BlockStream(open_checkpoint(folders[family]))
     found, _ = by_a_stream(stream, stream.source.layers, IDS, watched=True)
-    assert all(torch.allclose(*pair, atol=1e-5) for pair in zip(found, expected, strict=True))
-    assert torch.allclose(stream.finish(found[-1]), last, atol=1e-5)
+    experts = row(family).experts
+    close = 1e-4 if experts is not None and experts.own_norms is not None else 1e-5  # matrices that norms are in
+    assert all(torch.allclose(*pair, atol=close) for pair in zip(found, expected, strict=True))
+    assert torch.allclose(stream.finish(found[-1]), last, atol=close)
 
 
 def test_gpt_oss_is_the_stock_model_with_rows_of_gate_and_up_apart(folders: dict[str, Path]) -> None:

@@ -5,15 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models_for_tests import make_model
+import torch
+from models_for_tests import VOCABULARY, make_model
+from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import Attention
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import check_taken
+from sparsepack.models.hf_model.model import load_model
+from sparsepack.runtime.reference.products import route
 
-MIXTURE = {"enable_moe_block": True, "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}
+MIXTURE = "gemma4_text, mixture"
+IDS = torch.randint(VOCABULARY, (2, 33), generator=torch.Generator().manual_seed(1))
 
 
 @pytest.fixture(scope="module")
@@ -48,12 +52,56 @@ def test_numbers_of_no_model_are_refused(checkpoint: Checkpoint, changes: dict[s
         check_numbers(dataclasses.replace(checkpoint.architecture, **changes))
 
 
-def test_a_mixture_is_measured_without_the_row(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = open_checkpoint(make_model(tmp_path / "m", "gemma4_text", **MIXTURE))
-    assert not found.family.has_row
-    assert "measured, not run by our engines" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match="gemma4_text models whose enable_moe_block is not False have no row"):
-        check_taken("pack", found.family, "m")
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(tmp_path_factory.mktemp("mixture") / "m", MIXTURE)
+
+
+def test_a_mixture_reads_the_stream_by_one_norm_and_is_the_stock_model(mixture: Path) -> None:
+    checkpoint, stock = open_checkpoint(mixture), AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    numbers = checkpoint.architecture.experts
+    assert numbers is not None
+    assert (numbers.count, numbers.used, numbers.shared, numbers.normalised) == (6, 2, 2, True)
+    first, second = (f"model.layers.1.pre_feedforward_layernorm{end}.weight" for end in ("", "_2"))
+    assert torch.equal(checkpoint.tensor(first), checkpoint.tensor(second))
+    with torch.inference_mode():
+        assert torch.allclose(load_model(checkpoint)(IDS).logits, stock(IDS).logits, rtol=0, atol=1e-4)
+
+
+def test_a_router_multiplies_what_experts_read(mixture: Path) -> None:
+    checkpoint, stock = open_checkpoint(mixture), AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    block, x = stock.model.layers[1], torch.randn(5, 256, generator=torch.Generator().manual_seed(2))
+    with torch.inference_mode():
+        probabilities, weights, chosen = block.router(x)
+        read = block.pre_feedforward_layernorm_2(x)
+    router = checkpoint.tensor("model.layers.1.router.proj.weight")
+    assert torch.allclose((read @ router.T).softmax(-1), probabilities, atol=1e-5)
+    scale = checkpoint.tensor("model.layers.1.router.per_expert_scale").float()
+    mine = route(read, router, 2, True, scale=scale)
+    assert torch.equal(mine[0], chosen)
+    assert torch.allclose(mine[1], weights, atol=1e-5)
+
+
+def test_a_norm_with_zeros_loses_nothing(mixture: Path, tmp_path: Path) -> None:
+    stock = AutoModelForCausalLM.from_pretrained(mixture, dtype=torch.float32)
+    with torch.no_grad():
+        stock.model.layers[0].pre_feedforward_layernorm_2.weight[[3, 77]] = 0
+    stock.save_pretrained(tmp_path / "m")
+    for text in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "m" / text).write_text((mixture / text).read_text())
+    checkpoint = open_checkpoint(tmp_path / "m")
+    assert checkpoint.tensor("model.layers.0.pre_feedforward_layernorm_2.weight")[77] == 1
+    assert not checkpoint.experts(0, "mlp_in")[:6, :, [3, 77]].any()
+    assert checkpoint.experts(0, "mlp_in")[6:, :, [3, 77]].all()
+    assert torch.equal(torch.stack([*checkpoint.each_expert(0, "mlp_in")]), checkpoint.experts(0, "mlp_in"))
+    with torch.inference_mode():
+        assert torch.allclose(load_model(checkpoint)(IDS).logits, stock(IDS).logits, rtol=0, atol=1e-4)
+
+
+def test_a_dense_mlp_that_is_no_number_of_experts_is_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", MIXTURE, moe_intermediate_size=192)
+    with pytest.raises(CheckpointError, match="intermediate_size is 512, which is no multiple of the 192"):
+        open_checkpoint(folder)
 
 
 @pytest.mark.parametrize(

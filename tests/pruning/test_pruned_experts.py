@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import EXPERTS, TEXT, make_model
+from models_for_tests import EXPERTS, TEXT, make_model, row
 from pairwise import each_value
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
@@ -22,7 +22,6 @@ from sparsepack.files.text import Text
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.delta_net import grouped_source
 from sparsepack.models.checkpoint.experts import apart_source
-from sparsepack.models.families import FAMILIES
 from sparsepack.models.pattern import Pattern, kept
 
 FILE = "model.safetensors"
@@ -56,12 +55,15 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
 ) -> None:
     options = PruneOptions(keep=keep, of=of, method=method, batch=2)
     made = prune(models[family], tmp_path / "p", options, None if method == "magnitude" else calibrations(family))
+    experts, checkpoint = row(family).experts, open_checkpoint(models[family])
+    assert experts is not None
     before, after = load_file(models[family] / FILE), load_file(tmp_path / "p" / FILE)
+    if experts.own_norms is not None:  # which are folded
+        before = {name: checkpoint.tensor(name) for name in checkpoint.source.shapes}
     assert {name: (x.dtype, x.shape) for name, x in before.items()} == {
         name: (x.dtype, x.shape) for name, x in after.items()
     }
-    matrices, fused = 0, FAMILIES[family].experts.alternate  # type: ignore[union-attr]
-    checkpoint = open_checkpoint(models[family])
+    matrices, fused = 0, experts.alternate
     attention = {
         name
         for site in checkpoint.family.projections
@@ -71,7 +73,8 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
     grouped = family == "qwen3_next"  # two of its matrices are one in a checkpoint
     joined = {re.sub(r"_(qkv|z)\.weight", "_qkvz.weight", name) if grouped else name for name in attention}
     for name, weight in after.items():
-        of_mlp = ".experts." in name or (".shared_expert" in name and not name.endswith("gate.weight"))
+        of_shared = experts.shared is not None and f".{experts.shared.module}." in name
+        of_mlp = ".experts." in name or (of_shared and not name.endswith("gate.weight"))
         if (of_mlp or name in joined) and not name.endswith("bias"):
             rows = weight.mT.contiguous() if fused and ".experts." in name else weight
             assert most_in_a_group(rows, of) == keep, name
@@ -79,8 +82,8 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
             matrices += 1
         else:
             assert torch.equal(weight, before[name]), name
-    shared = 3 * (FAMILIES[family].experts.shared is not None)  # type: ignore[union-attr]
-    assert matrices == len(joined) + (2 if fused else 3 * 8) + shared
+    shared = 3 * (experts.shared is not None)
+    assert matrices == len(joined) + (3 * 8 if experts.stored and not fused else 2) + shared
     assert len(made.matrices) == len(attention) + 2 + shared
     assert all(row.density == pytest.approx(keep / of, rel=1e-3) and 0 < row.error < 0.9 for row in made.matrices)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "p", dtype=torch.float32)

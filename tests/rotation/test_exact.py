@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from model_variants import FOLDERS
-from models_for_tests import EXPERTS, OPT, ROTATED, make_model, make_opt
+from models_for_tests import EXPERTS, OPT, ROTATED, make_model, make_opt, row
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
@@ -115,7 +115,7 @@ def test_values_alone_are_the_same_function(name: str, tmp_path: Path) -> None:
     assert off(turned.tensor(f"{output}.weight")[:, columns], expected) < 1e-6
 
 
-@pytest.mark.parametrize("family", [name for name in EXPERTS if FAMILIES[name].residual is not None])
+@pytest.mark.parametrize("family", [name for name in EXPERTS if row(name).residual is not None])
 def test_mixtures_are_the_same_function(family: str, tmp_path: Path) -> None:
     model = open_checkpoint(make_model(tmp_path / "m", family, num_hidden_layers=3))
     bases = Bases((0, 2), tuple(some_basis(model.config.hidden_size, seed) for seed in range(2)), some_values(model))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -219,6 +220,16 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "gemma4, heads of two sizes": GEMMA_4,
     "gemma4, keys for values": {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4, a dense MLP beside experts": {
+        **GEMMA_4,
+        "attention_k_eq_v": True,
+        "num_global_key_value_heads": 1,
+        "enable_moe_block": True,
+        "intermediate_size": 86,
+        "moe_intermediate_size": 43,
+        "num_experts": 6,
+        "top_k_experts": 2,
+    },
     "gemma, wide heads": {"model_type": "gemma", "head_dim": 12, "tie_word_embeddings": True, "pad_token_id": 0},
     "vaultgemma, soft caps, no norms after": {
         "model_type": "vaultgemma",
@@ -384,7 +395,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
 
     def weight(name: str) -> Tensor:
         x = torch.randn(shapes[name], generator=generator)
-        if name.endswith("norm.weight"):
+        if re.search(r"norm(_\d)?\.weight$", name):
             return 1 + 0.2 * x
         return 0.3 * x if x.dim() == 1 or name.endswith("bias") else x * 2 / x.shape[-1] ** 0.5
 
@@ -431,7 +442,9 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         bias = weight(f"{prefix}.{family.experts.router}.bias") if family.experts.biased else None
         routing = family.experts.routing
         correction = weight(f"{prefix}.{routing.correction}") if routing is not None and routing.correction else None
-        return ExpertMlp(router, numbers.used, numbers.normalised, sites, gate, bias, numbers.router, correction)
+        own, how = family.experts.own_norms, (gate, bias, numbers.router, correction)
+        scale = None if own is None else 0.5 + weight(f"{prefix}.{own.experts}").abs()
+        return ExpertMlp(router, numbers.used, numbers.normalised, sites, *how, scale)
 
     def by_rows(name: str, type: str) -> PackedMatrix:
         value = weight(name)

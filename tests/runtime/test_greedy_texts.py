@@ -44,6 +44,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {**DELTA_MIXTURE, "model_type": "qwen3_next", "num_experts_per_tok": 6, "max_position_embeddings": 300},
     ),
     "gemma4": ("gemma4, keys for values", {"sliding_window": 60, "max_position_embeddings": 300}),
+    "gemma4, experts": (
+        "gemma4, a dense MLP beside experts",
+        {"sliding_window": 60, "max_position_embeddings": 300},
+    ),
     "latents": (
         "llama",
         {"model_type": "glm4_moe_lite", **LATENTS, "max_position_embeddings": 300},

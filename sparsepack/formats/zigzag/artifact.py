@@ -19,6 +19,7 @@ from sparsepack.formats.stock import StockModel, stock_config, stock_of
 from sparsepack.formats.zigzag.reader import (
     BASIS,
     CORRECTION,
+    EXPERT_SCALE,
     ROUTER,
     ROUTER_BIAS,
     ROW_SCALE,
@@ -131,6 +132,8 @@ class ZigzagArtifact(GgufArtifact):
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.routing.correction}")
         if f"{what}.{part}" == ROUTER and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.weight")
+        if f"{what}.{part}" == EXPERT_SCALE and experts is not None and experts.own_norms is not None:
+            return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.own_norms.experts}")
         if f"{what}.{part}" == ROUTER_BIAS and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.bias")
         vectors = {SINKS: checkpoint.family.sinks, SCALAR: checkpoint.family.layer_scalar}

@@ -13,6 +13,7 @@
     blk.I.shared_gate.weight       [1, hidden]             F32, where the last of the experts are of every token
     blk.I.SITE.bias                [rows]                  F32, where the model has one; [experts, rows] of experts
     blk.I.router.bias              [experts]               F32, likewise
+    blk.I.expert_scale.weight      [experts]               F32, likewise: by which the weight of each is multiplied
     blk.I.attn_sinks.weight        [heads]                 F32, likewise: a score of each query head
     blk.I.layer_scalar.weight      [1]                     F32, likewise: what leaves the block is multiplied by it
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
@@ -28,7 +29,8 @@
     blk.I.short_conv.weight        [hidden, taps]          F32, of a short convolution, likewise
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
-                                                           attn_post_norm, mlp_post_norm
+                                                           attn_post_norm, mlp_post_norm, experts_norm,
+                                                           shared_norm
     output_norm.weight             [hidden]                F32
     output_norm.bias               [hidden]                F32, where norms are LayerNorm, as blk.I.attn_norm.bias
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
@@ -73,6 +75,7 @@ from sparsepack.formats.zigzag.artifact import ZigzagArtifact
 from sparsepack.formats.zigzag.reader import (
     BASIS,
     CORRECTION,
+    EXPERT_SCALE,
     NUMBERS,
     ROUTER,
     ROUTER_BIAS,
@@ -328,6 +331,9 @@ def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup
     experts = checkpoint.family.experts_of(layer)
     if experts is not None:
         gate = "" if experts.shared is None else experts.shared.gate
+        if experts.own_norms is not None:
+            source = f"{checkpoint.family.block(layer)}.{experts.own_norms.experts}"
+            yield _in_f32(checkpoint, f"blk.{layer}.{EXPERT_SCALE}", source)
         modules = {ROUTER: experts.router} | ({SHARED_GATE: gate} if gate else {})
         if experts.routing is not None and experts.routing.correction:
             source = f"{checkpoint.family.block(layer)}.{experts.routing.correction}"

@@ -53,6 +53,7 @@ SHARED_GATE = "shared_gate.weight"
 
 ROUTER_BIAS = "router.bias"
 CORRECTION = "router.correction"
+EXPERT_SCALE = "expert_scale.weight"
 """The name of what is added to the products of that matrix."""
 
 SINKS = "attn_sinks.weight"
@@ -247,7 +248,9 @@ class ModelReader:
         bias = self.vector(f"blk.{layer}.{ROUTER_BIAS}", experts.count) if biased else None
         corrected = routing.routing is not None and routing.routing.correction
         correction = self.vector(f"blk.{layer}.{CORRECTION}", experts.count) if corrected else None
-        return ExpertMlp(router, experts.used, experts.normalised, sites, shared, bias, experts.router, correction)
+        scale = self.vector(f"blk.{layer}.{EXPERT_SCALE}", experts.count) if routing.own_norms is not None else None
+        numbers = experts.used, experts.normalised
+        return ExpertMlp(router, *numbers, sites, shared, bias, experts.router, correction, scale)
 
     def router(self, layer: int, name: str, rows: int) -> Tensor:
         """What says of experts how much of them a token has."""

@@ -26,7 +26,7 @@ from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, checked_family, file_config, folder_config
 from sparsepack.models.checkpoint.converted import found_source
 from sparsepack.models.checkpoint.delta_net import apart_source
-from sparsepack.models.checkpoint.experts import as_experts, experts_source, fused_source, ordered_source
+from sparsepack.models.checkpoint.experts import as_experts, experts_source, folded_source, fused_source, ordered_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.quantised import quantised_source
 from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
@@ -363,7 +363,7 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         if file is not None and family.experts is not None and family.experts.biased:
             source = fused_source(source, family)
         source = experts_source(source, family, experts.count, name)
-        source = ordered_source(source, family) if file is None else source
+        source = folded_source(ordered_source(source, family) if file is None else source, family)
     elif file is not None and family.split:
         source = fused_source(source, family)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text

@@ -207,7 +207,8 @@ def checked_family(config: Any, name: str) -> Family:
     """
     family = FAMILIES.get(config.model_type, Family(config.model_type))
     if config.model_type in FAMILIES and family.covers(config):
-        _check_sizes(config, name, dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31), family)
+        sizes = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31)
+        _check_sizes(config, name, sizes, family.row(config))
         if family.dense_mlps is not None:
             _check_kinds(config, name, family.dense_mlps.key)
         return family_of_config(config)

@@ -5,6 +5,7 @@ model has. Here the second form is called parts: gate, up and down of all expert
 columns], by the names `PARTS` within the module.
 """
 
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
@@ -157,7 +158,7 @@ def apart_source(source: TensorSource, family: Family) -> TensorSource:
     The two tensors of a block from which they are taken are held until those of another one are asked for.
     """
     experts = family.experts
-    if experts is None:
+    if experts is None or not experts.stored:
         return source
     if experts.alternate:
         return ordered_source(source, family, stored=True)
@@ -221,11 +222,64 @@ def ordered_source(source: TensorSource, family: Family, stored: bool = False) -
     return MadeSource(source, entries, tensor)
 
 
+def folded_source(source: TensorSource, family: Family) -> TensorSource:
+    """A source whose shared experts and routers read the stream by the norm of the others (`parts.OwnNorms`); the rest
+    of theirs is in their matrices, in float32. A source of a family without such norms is as it is.
+
+    Where the norm is zero the rest has no place: the norm becomes one there, and the others' matrices zero.
+    """
+    experts = family.experts
+    if experts is None or experts.own_norms is None or experts.shared is None:
+        return source
+    norm = family.norms["mlp_norm"]
+    own, into = experts.own_norms.shared, (experts.parameters[0], *experts.shared.projections[0])
+    router, channels = experts.router, experts.own_norms.channels
+    block = re.compile(re.escape(family.block("")) + r"\d+\.")
+
+    def tensor(name: str) -> torch.Tensor:
+        within = block.match(name)
+        if within is None:
+            return source.tensor(name)
+        begins = within[0]
+        last = name.removeprefix(begins).removesuffix(".weight")
+        if last not in (norm, own, router, channels, *into):
+            return source.tensor(name)
+        stored = source.tensor(f"{begins}{norm}.weight")
+        of_others: torch.Tensor = torch.where(stored == 0, 1, stored)
+        if last in (norm, own):
+            return of_others
+        if last == into[0]:
+            value: torch.Tensor = source.tensor(name)
+            return value.masked_fill(stored == 0, 0) if (stored == 0).any() else value
+        if last == channels:
+            return of_others.float() * math.sqrt(len(of_others))
+        if last == router:
+            reads = source.tensor(f"{begins}{channels}").float() / math.sqrt(len(of_others))
+        else:
+            reads = source.tensor(f"{begins}{own}.weight").float()
+        return source.tensor(name).float() * reads.div(of_others.float())
+
+    def slices(name: str) -> Iterable[torch.Tensor]:
+        if isinstance(source, MadeSource) and not name.endswith(f".{into[0]}"):
+            return source.slices(name)
+        return tensor(name)
+
+    ends = (*(f".{module}.weight" for module in (router, *into[1:])), f".{channels}")
+    entries = {
+        name: (torch.float32 if name.endswith(ends) else dtype, shape)
+        for name, (dtype, shape) in entries_of(source).items()
+    }
+    return MadeSource(source, entries, tensor, slices)
+
+
 def _placed(source: TensorSource, family: Family) -> Iterator[tuple[str, int, str, str | None]]:
     """Find the expert, the module and the part that each stored tensor is of, after its name; the expert is -1 where it
     has all of them. The part is None where it is no expert's, and the module then its name in the stock model."""
     experts = family.experts
     assert experts is not None
+    if not experts.stored:
+        yield from ((stored, -1, stored, None) for stored in source.shapes)
+        return
     inside = re.compile(rf"({re.escape(family.block(''))}\d+)\.{re.escape(experts.stored)}\.(.+)")
     own = dict(zip((f"{part}.weight" for part in experts.parts), PARTS, strict=True))
     home, _, last = experts.module.rpartition(".")

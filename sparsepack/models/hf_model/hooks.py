@@ -35,12 +35,14 @@ class ExpertsWatch:
     product -- is shown each product that is made (`ExpertProduct`)
     shared -- the module of an expert that every token has, which is so many more as it is as wide as one: what enters
               its down matrix is shown after theirs
+    norm   -- the module that norms what this gives before the others are asked; None: there is none
     """
 
     routed: Callable[[torch.Tensor], None] | None = None
     middle: Callable[[torch.Tensor], torch.Tensor | None] | None = None
     product: "ExpertProduct | None" = None
     shared: nn.Module | None = None
+    norm: nn.Module | None = None
 
 
 ExpertProduct = Callable[[str, int, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | None]
@@ -68,7 +70,7 @@ def watched_experts(watches: Sequence[tuple[nn.Module, ExpertsWatch]]) -> Iterat
     ALL_EXPERTS_FUNCTIONS.register(_NAME, _forward)
     configs: list[Any] = [module.config for module, _ in watches]
     before = [config._experts_implementation for config in configs]
-    shared = [watch.shared for _, watch in watches if watch.shared is not None]
+    shared = [late for _, watch in watches for late in (watch.shared, watch.norm) if late is not None]
     forwards = [vars(module).get("forward") for module in shared]
     for (module, watch), config in zip(watches, configs, strict=True):
         _watches.setdefault(module, []).append(watch)
@@ -141,8 +143,12 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
     if late is not None:
         x = middle[:, chosen.shape[1] :].flatten(1)
         of_all = shown(mid, count, everyone, x, late.down_proj(x))
+        norm: Any = next((watch.norm for watch in watches if watch.norm is not None), None)
+        if norm is not None:
+            _owed.pop(late, None)
+            late, of_all = norm, type(norm).forward(norm, of_all)
         if late in _owed:
-            _owed.pop(late).copy_(of_all)
+            _owed.pop(late).view(of_all.shape).copy_(of_all)
         else:
             _given[late] = of_all
     output = torch.zeros_like(hidden)
@@ -228,11 +234,7 @@ def site_hooks(blocks: Sequence[tuple[int, nn.Module]], family: Family, function
                 hook = _hook(layer, site, function, memory, shape, position == 0)
                 handles.append(block.get_submodule(name).register_forward_pre_hook(hook))
         if experts is not None:
-            shared = experts.shared
-            watch = ExpertsWatch(
-                middle=_middle(layer, function, shape),
-                shared=None if shared is None else block.get_submodule(shared.module),
-            )
+            watch = ExpertsWatch(middle=_middle(layer, function, shape), **_late(block, experts))
             watches.append((block.get_submodule(experts.module), watch))
     try:
         with watched_experts(watches):
@@ -265,10 +267,16 @@ def expert_hooks(block: nn.Module, family: Family, function: ExpertProduct, laye
     if experts is None:
         yield
         return
-    shared = None if experts.shared is None else block.get_submodule(experts.shared.module)
-    watch = ExpertsWatch(product=function, shared=shared)
+    watch = ExpertsWatch(product=function, **_late(block, experts))
     with watched_experts([(block.get_submodule(experts.module), watch)]):
         yield
+
+
+def _late(block: nn.Module, experts: Experts) -> dict[str, nn.Module]:
+    """The modules of a block that wait for its experts, as an `ExpertsWatch` names them."""
+    shared = experts.shared
+    names = {} if shared is None else {"shared": shared.module, "norm": shared.norm}
+    return {field: block.get_submodule(name) for field, name in names.items() if name}
 
 
 @contextmanager

@@ -53,7 +53,7 @@ class OperationsDecoder:
         self._packed, self._architecture, self._device = packed, packed.architecture, device
         self._operations = operations
         self._threads = threads
-        self._layers = [load_layer(layer, operations, device) for layer in packed.layers]
+        self._layers = [load_layer(of, operations, device, packed.architecture.norm_eps) for of in packed.layers]
         self._output_norm = packed.scaled_output_norm.to(device)
         bias = packed.scaled_output_norm_bias
         self._output_norm_bias = None if bias is None else bias.to(device)

@@ -2,7 +2,7 @@
 block by them: its sites, and its MLP, which count what decoded positions read of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import partial
 from typing import Any, Protocol, cast
@@ -13,7 +13,7 @@ from torch import Tensor
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
-from sparsepack.models.blocks import Router
+from sparsepack.models.blocks import EXPERT_NORMS, Router
 from sparsepack.models.sites import SiteRule, levels_read
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
@@ -206,7 +206,8 @@ class LoadedExpertMlp:
 
     level_bytes -- as of a `LoadedSite`
     biases      -- of each site, float32 [experts, rows]; None: there are none
-    routing, correction, shared_gate -- as an `ExpertMlp` has them
+    routing, correction, shared_gate, scale -- as an `ExpertMlp` has them
+    norms       -- RMSNorms of what the chosen experts make, and of what the shared ones do; None: there are none
     """
 
     operations: Operations
@@ -222,9 +223,11 @@ class LoadedExpertMlp:
     level_bytes: Tensor | None
     routing: Router | None = None
     correction: Tensor | None = None
+    scale: Tensor | None = None
+    norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
 
     def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
-        how = self.used, self.normalised, self.router_bias, self.routing, self.correction
+        how = self.used, self.normalised, self.router_bias, self.routing, self.correction, self.scale
         chosen, weights = reference.route(x, self.router, *how)
         into, middle_of = self.matrices["mlp_in"], self.matrices["mlp_mid"]
         if len(into) > len(self.router):
@@ -244,11 +247,13 @@ class LoadedExpertMlp:
         assert middle is not None
         middle, read = self._selected("mlp_mid", middle, chosen, mode, scales)
         output = torch.zeros_like(x[:, 0])
+        of_shared = output if self.norms is None else torch.zeros_like(output)
         for expert, token, slot in places:
             of_these = None if read is None else read[token, slot]
             made = self._biased("mlp_mid", expert, product(middle_of[expert], middle[token, slot], of_these))
-            output.index_add_(0, token, made * weights[token, slot, None])
-        return output
+            to = output if expert < len(self.router) else of_shared
+            to.index_add_(0, token, made * weights[token, slot, None])
+        return output if self.norms is None else self.norms[0](output) + self.norms[1](of_shared)
 
     def _selected(
         self, site: str, x: Tensor, chosen: Tensor | None, mode: Mode, scales: StepScales | None
@@ -325,10 +330,13 @@ class LoadedLayer:
         return {**{name: site.active for name, site in self.attention.items()}, **self.mlp.active}
 
 
-def load_layer(layer: PackedLayer, operations: Operations, device: torch.device) -> LoadedLayer:
-    """A block on a device, its counts at zero."""
+def load_layer(layer: PackedLayer, operations: Operations, device: torch.device, eps: float) -> LoadedLayer:
+    """A block on a device, its counts at zero. eps -- of its norms"""
     norms = {name: norm.to(device) for name, norm in layer.norms.items()}
     mlp = _LOADERS[layer.mlp.kind](layer.mlp, operations, device)
+    if isinstance(mlp, LoadedExpertMlp) and EXPERT_NORMS[0] in norms:
+        of_chosen, of_shared = (partial(reference.rms_norm, weight=norms[name], eps=eps) for name in EXPERT_NORMS)
+        mlp = replace(mlp, norms=(of_chosen, of_shared))
     basis = None if layer.basis is None else operations.load_rows(layer.basis, device)
     delta_net = {name: value.to(device) for name, value in layer.delta_net.items()}
     scalar = None if layer.scalar is None else layer.scalar.to(device)
@@ -370,10 +378,9 @@ def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) 
     bias = None if mlp.router_bias is None else mlp.router_bias.to(device)
     biases = {name: None if site.bias is None else site.bias.to(device) for name, site in mlp.sites.items()}
     correction = None if mlp.correction is None else mlp.correction.to(device)
-    numbers = mlp.used, mlp.normalised
-    return LoadedExpertMlp(
-        operations, router, bias, shared, *numbers, matrices, rules, biases, active, bytes, mlp.routing, correction
-    )
+    scale = None if mlp.scale is None else mlp.scale.to(device)
+    gates, of_sites = (router, bias, shared, mlp.used, mlp.normalised), (matrices, rules, biases, active, bytes)
+    return LoadedExpertMlp(operations, *gates, *of_sites, mlp.routing, correction, scale)
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.table import BLOCKS
-from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, MatrixFormat, MlpKind
+from sparsepack.formats.kinds import DENSE, NEURONS, PLAIN_NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.blocks import DeltaNet, ShortConv
+from sparsepack.models.blocks import EXPERT_NORMS, DeltaNet, ShortConv
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.models.sites import SiteRule
@@ -196,7 +196,10 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
             q_norm, kv_norm = (vector(layer.norms.get(name)) for name in LATENT_NORMS)
             builder.set_latent(**asdict(block.mixer.latent), q_norm=q_norm, kv_norm=kv_norm)
         _add_sites(builder, layer.attention, threads)
-        _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
+        if isinstance(layer.mlp, ExpertMlp):
+            _add_experts(builder, layer.mlp, threads, layer.norms)
+        else:
+            _ADD_MLP[layer.mlp.kind](builder, layer.mlp, threads)
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, BLOCKS[packed.embedding.format.block].gguf
     )
@@ -252,7 +255,7 @@ def _add_neurons(builder: Any, mlp: NeuronMlp, threads: int) -> None:
     builder.set_neurons(load_neurons(mlp.records, gated=mlp.gated), load_gates(mlp.gate) if by_rows else None)
 
 
-def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
+def _add_experts(builder: Any, mlp: ExpertMlp, threads: int, norms: Mapping[str, Tensor]) -> None:
     gate = () if mlp.shared_gate is None else (mlp.shared_gate,)
     router = torch.cat([mlp.router, *gate]).contiguous()  # what says how much of shared experts is its last row
     into, mid = (mlp.sites[name] for name in MLP_SITES)
@@ -269,6 +272,9 @@ def _add_experts(builder: Any, mlp: ExpertMlp, threads: int) -> None:
         mlp_in_bias=vector(into.bias),
         mlp_mid_bias=vector(mid.bias),
         shared_gated=mlp.shared_gate is not None,
+        scale=vector(mlp.scale),
+        norm=vector(norms.get(EXPERT_NORMS[0])),
+        shared_norm=vector(norms.get(EXPERT_NORMS[1])),
     )
     if mlp.routing is not None:
         builder.set_routing(**asdict(mlp.routing), correction=vector(mlp.correction))
@@ -278,5 +284,4 @@ _ADD_MLP: Mapping[MlpKind, Callable[[Any, Any, int], None]] = {
     DENSE: _add_dense,
     NEURONS: _add_neurons,
     PLAIN_NEURONS: _add_neurons,
-    EXPERTS: _add_experts,
 }

@@ -43,6 +43,7 @@ def route(
     bias: Tensor | None = None,
     routing: Router | None = None,
     correction: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The experts that a router chooses, the likeliest ones by the softmax of its logits unless it has other scores.
 
@@ -50,6 +51,7 @@ def route(
     normalised -- whether the weights of these are made to add up to one
     bias -- float32 [experts], of the logits; None: there is none
     routing -- of other scores, or groups of experts; correction -- float32 [experts], added to scores that choose
+    scale -- float32 [experts], by which weights are multiplied in the end; None: they are not
 
     Returns their numbers, int64 [S, used], and weights, float32 [S, used]; the likeliest first.
     """
@@ -66,7 +68,7 @@ def route(
     weights = scores.gather(-1, chosen)
     if normalised:
         weights = weights / weights.sum(-1, keepdim=True)
-    return chosen, weights * how.scale
+    return chosen, weights * (how.scale if scale is None else scale[chosen])
 
 
 def with_shared(

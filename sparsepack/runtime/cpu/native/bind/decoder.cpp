@@ -77,7 +77,8 @@ public:
                      std::shared_ptr<ExpertsMatrix> in, std::optional<Vector> in_threshold,
                      std::shared_ptr<ExpertsMatrix> mid, std::optional<Vector> mid_threshold,
                      std::optional<Vector> router_bias, std::optional<Vector> in_bias, std::optional<Vector> mid_bias,
-                     bool shared_gated) {
+                     bool shared_gated, std::optional<Vector> scale, std::optional<Vector> norm,
+                     std::optional<Vector> shared_norm) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         Experts experts = {&router->view,
                            used,
@@ -89,7 +90,10 @@ public:
                            copied(in_bias),
                            copied(mid_bias),
                            shared_gated,
-                           std::nullopt};
+                           std::nullopt,
+                           copied(scale),
+                           copied(norm),
+                           copied(shared_norm)};
         size_t count = size_t(experts.stored());
         if (in->views.size() != count || mid->views.size() != count)
             throw std::invalid_argument("experts: expected a matrix for each row of the router, and the shared ones'");
@@ -296,7 +300,8 @@ void bind_decoder(nb::module_& m) {
         .def("set_neurons", &Builder::set_neurons, "records"_a, "gates"_a.none())
         .def("set_experts", &Builder::set_experts, nb::kw_only(), "router"_a, "used"_a, "shared"_a, "normalised"_a,
              "mlp_in"_a, "mlp_in_threshold"_a.none(), "mlp_mid"_a, "mlp_mid_threshold"_a.none(), "router_bias"_a.none(),
-             "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none(), "shared_gated"_a)
+             "mlp_in_bias"_a.none(), "mlp_mid_bias"_a.none(), "shared_gated"_a, "scale"_a.none(), "norm"_a.none(),
+             "shared_norm"_a.none())
         .def("set_routing", &Builder::set_routing, nb::kw_only(), "sigmoid"_a, "groups"_a, "groups_used"_a, "scale"_a,
              "correction"_a.none())
         .def("set_latent", &Builder::set_latent, nb::kw_only(), "q_rank"_a, "kv_rank"_a, "plain"_a, "turning"_a,

@@ -41,6 +41,10 @@ void check_experts(const Experts& e, const Shape& s, const std::string& name) {
                name + ": groups of experts that do not fit");
     }
     expect(e.shared >= 0, name + ": fewer shared experts than none");
+    expect(e.scale.empty() || e.scale.size() == size_t(e.count()), name + ": scales of other experts");
+    for (const auto* norm : {&e.norm, &e.shared_norm})
+        expect(norm->empty() || (e.shared > 0 && norm->size() == size_t(s.hidden)), name + ": norm of other experts");
+    expect(e.norm.empty() == e.shared_norm.empty(), name + ": chosen or shared experts normed, not both");
     for (const Zigzag* of_site : {e.in, e.mid}) {
         for (int32_t i = 1; i < e.stored(); ++i) {
             const Zigzag &one = of_site[0], &other = of_site[i];
@@ -105,7 +109,8 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         expect(neuron_hidden(layer.neurons) == s.hidden, name + ": neurons of another width");
     } else {
         if (layer.experts) check_experts(*layer.experts, s, name);
-        expect(!layer.experts || layer.mlp_post_norm.empty(), name + ": experts with a norm after them");
+        expect(!layer.experts || layer.mlp_post_norm.empty() || !layer.experts->norm.empty(),
+               name + ": experts with a norm after them alone");
         const Zigzag *in = layer.sites[MLP_IN].matrix, *mid = layer.sites[MLP_MID].matrix;
         const int64_t width = mid ? mid->columns : 0;
         expect(width > 0 && width <= s.intermediate, name + ": an MLP wider than all are");
@@ -251,6 +256,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         expert_lists_ = Buffer<int32_t>(used * (int64_t(s_.intermediate) + 16));
         expert_active_.resize(used);
         starts_ = Buffer<int32_t>(experts + 1);
+        expert_sums_ = Buffer<float>(2 * s_.hidden);
     }
     listed_ = Buffer<int32_t>(PLANES * (columns + 16 * threads));
     active_in_any_ = Buffer<uint8_t>(batch > 1 ? columns : 0);
@@ -261,6 +267,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.x = Buffer<float>(s_.hidden);
         own.normed = Buffer<float>(s_.hidden);
         own.d = Buffer<float>(columns);
+        own.made = Buffer<float>(experts ? 2 * s_.hidden : 0);
         own.indices = Buffer<int32_t>(columns + 16);
         own.lists = Buffer<int32_t>(PLANES * (columns + 16));
         if (!model_.layers.empty() && !model_.layers[0].q_row_norm.empty())

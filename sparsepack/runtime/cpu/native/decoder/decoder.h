@@ -83,6 +83,8 @@ struct Experts {
     std::vector<float> in_bias, mid_bias;  // [stored][rows], or empty
     bool shared_gated;
     std::optional<Routing> routing;
+    std::vector<float> scale;              // [count], by which the weights of the chosen are multiplied, or empty
+    std::vector<float> norm, shared_norm;  // [hidden], of what the chosen ones make, and the shared ones, or empty
 
     int32_t count() const { return int32_t(router->rows) - shared_gated; }  // to choose from
     int32_t stored() const { return count() + shared; }
@@ -180,6 +182,7 @@ private:
         std::vector<float> scores;    // of all experts, where they are not chosen by logits
         Buffer<float> latents;        // of a token, and the part of keys that turns
         std::vector<float> bias;      // [hidden]: what those of mlp_mid add
+        Buffer<float> made;           // [2][hidden]: what experts make, where it is normed
         std::vector<Product> products;
         std::vector<int64_t> skipped;  // weights, of each sequence of a step, where thresholds are controlled
     };
@@ -278,6 +281,9 @@ private:
     static void choose_by_scores(const Experts& experts, float* scores, int32_t* chosen, float* weights);
     Sums experts(const float* x, int layer, bool sparse, int32_t index, int thread, int64_t read[2]);
     void add_bias(const Experts& experts, int32_t expert, float weight, float* y) const;
+    void norm_experts(const Experts& experts, const float* of_chosen, const float* of_shared, float* scratch,
+                      float* y) const;
+    void add_experts(int layer, const float* of_chosen, const float* of_shared, float* scratch, float* x) const;
     void experts_batch(int layer, int32_t batch, bool sparse, int thread);
     void expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
 
@@ -336,6 +342,8 @@ private:
         Active active;
     };
     std::vector<OfExpert> expert_active_;  // what is read of those
+    Buffer<float> expert_sums_;            // what the chosen ones make, and the shared ones, where these are normed
+    Buffer<float> wide_experts_;           // [2][positions][hidden]: likewise
     Buffer<int32_t> wide_chosen_;          // [positions][experts of a token]
     Buffer<float> wide_weights_;           // likewise
     Buffer<int32_t> placed_;               // the places in these, expert by expert

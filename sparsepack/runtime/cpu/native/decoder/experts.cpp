@@ -32,6 +32,7 @@ void Decoder::choose(const Experts& e, const float* logits, int32_t* chosen, flo
     for (int32_t slot = 0; slot < e.used && e.routing; ++slot) of_chosen += weights[slot];
     for (int32_t slot = 0; slot < e.used && e.normalised; ++slot) weights[slot] /= of_chosen;
     for (int32_t slot = 0; slot < e.used && e.routing; ++slot) weights[slot] *= e.routing->scale;
+    for (int32_t slot = 0; slot < e.used && !e.scale.empty(); ++slot) weights[slot] *= e.scale[chosen[slot]];
     for (int32_t i = 0; i < e.shared; ++i) {
         chosen[e.used + i] = e.count() + i;
         weights[e.used + i] = e.shared_gated ? 1 / (1 + expf(-logits[e.count()])) : 1;
@@ -136,12 +137,14 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     });
     pool_.barrier();
 
-    int32_t all_slices = 0;
+    int32_t all_slices = 0, of_chosen = 0;
     read[0] = used * units_read(in, active), read[1] = 0;
     for (int32_t slot = 0; slot < used; ++slot) {
         const Active& found = expert_active_[slot].active;
         own.products[slot] = {&e.mid[own.chosen[slot]], middle_.data() + int64_t(slot) * n, found};
-        all_slices += gemv_slices(*mid.matrix, found.count, pool_.threads(), used);
+        int32_t more = gemv_slices(*mid.matrix, found.count, pool_.threads(), used);
+        all_slices += more;
+        if (slot < e.used) of_chosen += more;
         read[1] += units_read(mid, found);
     }
     share_gemvs(k_, pool_, own.products.data(), used, sums);
@@ -149,7 +152,34 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     own.bias.assign(e.mid_bias.empty() ? 0 : s_.hidden, 0);
     for (int32_t slot = 0; slot < used && !e.mid_bias.empty(); ++slot)
         add_bias(e, own.chosen[slot], own.weights[slot], own.bias.data());
-    return {sums, gemv_stride(*mid.matrix), all_slices, &own.bias, s_.hidden};
+    const int64_t row = gemv_stride(*mid.matrix);
+    if (e.norm.empty()) return {sums, row, all_slices, &own.bias, s_.hidden};
+    int64_t first = int64_t(s_.hidden) * thread / pool_.threads();
+    int32_t count = int32_t(int64_t(s_.hidden) * (thread + 1) / pool_.threads() - first);
+    float* both_sums = expert_sums_.data();
+    k_.sum(sums + first, row, of_chosen, nullptr, count, 0, both_sums + first);
+    k_.sum(sums + of_chosen * row + first, row, all_slices - of_chosen, nullptr, count, 0,
+           both_sums + s_.hidden + first);
+    pool_.barrier();
+    float* made = own.made.data();
+    norm_experts(e, both_sums, both_sums + s_.hidden, made + s_.hidden, made);
+    return {made, 0, 1, &own.bias, s_.hidden};
+}
+
+// y[hidden] = norm(what the chosen experts make) + norm(what the shared ones make); scratch [hidden]
+void Decoder::norm_experts(const Experts& e, const float* of_chosen, const float* of_shared, float* scratch,
+                           float* y) const {
+    k_.rms_norm(of_chosen, e.norm.data(), s_.hidden, s_.eps, y);
+    k_.rms_norm(of_shared, e.shared_norm.data(), s_.hidden, s_.eps, scratch);
+    k_.sum(scratch, 0, 1, nullptr, s_.hidden, 1, y);
+}
+
+// x[hidden] += what these make, normed; scratch [2][hidden]
+void Decoder::add_experts(int layer, const float* of_chosen, const float* of_shared, float* scratch, float* x) const {
+    const std::vector<float>& after = model_.layers[layer].mlp_post_norm;
+    norm_experts(*model_.layers[layer].experts, of_chosen, of_shared, scratch + s_.hidden, scratch);
+    if (!after.empty()) k_.rms_norm(scratch, after.data(), s_.hidden, s_.eps, scratch);
+    k_.sum(scratch, 0, 1, nullptr, s_.hidden, 1, x);
 }
 
 // y[hidden] += weight times what the expert's mlp_mid has beside its product
@@ -163,9 +193,16 @@ void Decoder::add_bias(const Experts& e, int32_t expert, float weight, float* y)
 void Decoder::experts_batch(int layer, int32_t batch, bool sparse, int thread) {
     int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
     int64_t all[2] = {0, 0}, counts[2];
+    const std::vector<float>& after = model_.layers[layer].mlp_post_norm;
     for (int32_t t = 0; t < batch; ++t) {
         Sums sums = experts(wide_normed_.data() + int64_t(t) * s_.hidden, layer, sparse, t, thread, counts);
-        if (first <= t && t < last) read(sums, 0, s_.hidden, wide_x_.data() + int64_t(t) * s_.hidden, true);
+        float *x = wide_x_.data() + int64_t(t) * s_.hidden, *own = scratch_[thread].d.data();
+        if (first <= t && t < last && after.empty()) read(sums, 0, s_.hidden, x, true);
+        if (first <= t && t < last && !after.empty()) {
+            read(sums, 0, s_.hidden, own);
+            k_.rms_norm(own, after.data(), s_.hidden, s_.eps, own);
+            k_.sum(own, 0, 1, nullptr, s_.hidden, 1, x);
+        }
         for (int site : {0, 1}) all[site] += counts[site];
     }
     for (int site : {0, 1})
@@ -178,6 +215,10 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
     const Experts& e = *model_.layers[layer].experts;
     const int64_t hidden = s_.hidden, n = model_.layers[layer].width;
     const int32_t used = e.of_token(), stored = e.stored();
+    const bool normed = !e.norm.empty();
+    float* sums[2] = {wide_experts_.data(), wide_experts_.data() + positions * hidden};
+    for (float* of : sums)
+        if (normed) memset(of + first * hidden, 0, (last - first) * hidden * sizeof(float));
     int32_t *chosen = wide_chosen_.data(), *starts = starts_.data(), *placed = placed_.data();
     float *inner = wide_inner_.data(), *rows = wide_rows_.data();
 
@@ -218,10 +259,14 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
         pool_.barrier();
         for (int32_t i = from; i < to; ++i) {
             if (!e.mid_bias.empty()) add_bias(e, expert, wide_weights_.data()[here[i]], rows + i * hidden);
-            k_.sum(rows + i * hidden, 0, 1, nullptr, s_.hidden, 1, wide_x_.data() + here[i] / used * hidden);
+            float* to = normed ? sums[expert >= e.count()] : wide_x_.data();
+            k_.sum(rows + i * hidden, 0, 1, nullptr, s_.hidden, 1, to + here[i] / used * hidden);
         }
         pool_.barrier();
     }
+    for (int64_t p = first; p < last && normed; ++p)
+        add_experts(layer, sums[0] + p * hidden, sums[1] + p * hidden, scratch_[thread].made.data(),
+                    wide_x_.data() + p * hidden);
 }
 
 }  // namespace sparsepack

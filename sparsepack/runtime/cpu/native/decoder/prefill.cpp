@@ -36,6 +36,9 @@ void Decoder::grow_wide(int64_t positions) {
     wide_chosen_.grow(positions * used);
     wide_weights_.grow(positions * used);
     placed_.grow(positions * used);
+    bool normed = false;
+    for (const Layer& layer : model_.layers) normed |= layer.experts && !layer.experts->norm.empty();
+    if (normed) wide_experts_.grow(2 * positions * s_.hidden);
 }
 
 void Decoder::prefill(int32_t sequence, const int64_t* ids, int64_t count, bool all, float* logits) {
