@@ -422,8 +422,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
     if values["num_hidden_layers"] == 1 and family in EXPERTS:  # and so has experts
         dense = row(family).dense_mlps
         values |= {} if dense is None else {dense.key: dense.setting(False)}
-    if values["num_hidden_layers"] == 1 and "layer_types" in values:
-        values["layer_types"] = ["full_attention"]
+        values |= {"layer_types": ["full_attention"]} if values.get("layer_types") else {}
     if family == "granitemoehybrid":
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)

@@ -198,7 +198,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS) - {HEAD_SIZES, VALUE_NORMS, LAYER_SCALARS, NORMED_EXPERTS},
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "metal",

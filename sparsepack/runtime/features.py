@@ -110,6 +110,10 @@ def check_divides(packed: PackedModel) -> None:
         raise UserError("vram: models that keep a state are not divided between a GPU and the host yet; leave it out")
     if packed.architecture.blocks[0].layer_norms:
         raise UserError("vram: models with LayerNorm are not divided between a GPU and the host yet; leave it out")
+    if packed.architecture.global_heads:
+        raise UserError(
+            "vram: models with heads of two sizes are not divided between a GPU and the host yet; leave it out"
+        )
     if packed.block != "Q4_K" and packed.plane_bits is None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 

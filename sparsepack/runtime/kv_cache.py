@@ -37,6 +37,7 @@ class LayerAttention:
                       queries, keys and values alone
     kv_heads, head_dim -- where they are not the shape's; 0: they are
     value_norm     -- whether each head's values are divided by their root mean square
+    k_eq_v         -- whether values are keys as they come. Caches of the cuda backend are given these once, others both
     """
 
     window: int = 0
@@ -49,6 +50,7 @@ class LayerAttention:
     kv_heads: int = 0
     head_dim: int = 0
     value_norm: bool = False
+    k_eq_v: bool = False
 
 
 @dataclass(frozen=True)
@@ -205,6 +207,7 @@ def attention_shape(
             mixer.kv_heads if architecture.global_heads else 0,
             mixer.head_dim if architecture.global_heads else 0,
             mixer.value_norm,
+            mixer.k_eq_v,
         )
         for (mixer, heavy), (q, k), of_heads in zip(mixers, norms, sinks or (None,) * len(mixers), strict=True)
         if isinstance(mixer, Attention)

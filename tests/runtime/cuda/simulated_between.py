@@ -41,12 +41,18 @@ def post_norm(
     *,
     squares: Tensor | None = None,
     flag_in_data: bool = False,
+    scale: float = 1.0,
+    sums: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
     if flag_in_data:
         assert_written(update)
     of_words = update.untyped_storage().data_ptr() in BUFFERS
     assert flag_in_data == of_words or y.untyped_storage().data_ptr() not in BUFFERS, "who waits for the kernel before"
-    added = residual + reference.rms_norm(update, norm, eps)
+    if sums is not None:
+        if flag_in_data:
+            assert_written(sums[0])
+        update = reference.rms_norm(update, sums[1], eps) + reference.rms_norm(sums[0], sums[2], eps)
+    added = (residual + reference.rms_norm(update, norm, eps)) * scale
     write(y, added)
     if squares is not None:
         write(squares.view(-1), added.square().sum(1))

@@ -85,9 +85,10 @@ def new_rows(of: AttentionParameters, qkv: Tensor, n: int, here: int) -> tuple[T
     its result is multiplied by."""
     shape, layer = of.shape, of.layer
     cos, sin = (rows[n if of.rope_stride else 0, here] for rows in of.table)
-    queries, keys, v = (
-        qkv[n].view(-1, shape.head_dim).split([(1 + layer.gated) * shape.heads, shape.kv_heads, shape.kv_heads])
-    )
+    rows = qkv[n].view(-1, shape.head_dim)
+    rows = torch.cat([rows, rows[-shape.kv_heads :]]) if layer.k_eq_v else rows
+    queries, keys, v = rows.split([(1 + layer.gated) * shape.heads, shape.kv_heads, shape.kv_heads])
+    v = v if of.v_norm is None else reference.rms_norm(v, of.v_norm, shape.eps)
     q, gates = queries.view(shape.heads, -1, shape.head_dim).split([1, int(layer.gated)], dim=1)
     q = rotated(q, layer.q_norm, shape.eps, cos, sin, shape.neighbours)
     q = q if shape.query_scale is None else q * shape.query_scale[here]

@@ -26,6 +26,10 @@ class Experts:
     each: list[Matrix]
     together: Together
     correction: Tensor | None = None
+    scale: Tensor | None = None
+
+    def part(self, which: Any) -> "Experts":
+        return replace(self, together=replace(self.together, part=which))
 
     @cached_property
     def all(self) -> Matrix:
@@ -84,7 +88,7 @@ def decode_experts(experts: Experts, first: int, count: int, parts: int, scratch
 
 
 def expert_blocks(experts: Experts, texts: int = 1) -> int:
-    return zigzag_products.blocks(experts.expert(0)) * experts.together.of_token
+    return zigzag_products.blocks(experts.expert(0)) * len(experts.together.slots)
 
 
 def route(router: Tensor, input: Input, logits: Tensor, bias: Tensor | None = None) -> None:
@@ -113,15 +117,17 @@ def multiply_experts(experts: Experts, input: Input, output: Output, *, logits: 
     assert len(logits) == together.logits
     of_router, of_shared = logits[None, : together.experts], logits[None, together.experts :]
     one = torch.eye(together.experts)
-    how = together.used, together.normalised, None, together.routing, experts.correction
+    how = together.used, together.normalised, None, together.routing, experts.correction, experts.scale
     chosen, weights = reference_experts.route(of_router, one, *how)
     if together.shared:
         every, gate = range(together.experts, together.stored), torch.eye(1) if together.shared_gate else None
         chosen, weights = reference_experts.with_shared(of_shared, gate, every, chosen, weights)
-    inputs = input.x.view(together.of_token, -1) if together.added else [input.x] * together.of_token
+    here = slice(together.slots.start, together.slots.stop)
+    chosen, weights = chosen[:, here], weights[:, here]
+    inputs = input.x.view(together.of_token, -1)[here] if together.added else [input.x] * together.of_token
     y, residual, squares, reset = output.y, output.residual, output.squares, output.reset
     rows = experts.all.rows // (1 if output.activation is None else 2)
-    made = torch.zeros(together.of_token, rows)
+    made = torch.zeros(len(together.slots), rows)
     for number, x, of in zip(chosen[0].tolist(), inputs, made, strict=True):
         bias = None if output.bias is None else output.bias[number]
         of_one = Output(of, bias, activation=output.activation, active=output.active)

@@ -25,12 +25,13 @@ def _leave(x: Tensor, half: Tensor, factor: Tensor) -> None:
 
 
 def _add_rows(defines: Any, grid: Any, x: Tensor, width: int, product: Any, *rest: Any) -> None:
-    product_factor, inverse, bias, product_norm, norm, norm_bias, eps, half, factor = rest
+    product_factor, inverse, bias, product_norm, scale, norm, norm_bias, eps, half, factor = rest
     assert (grid, x.shape[1]) == ((len(x),), width)
     if product is not None:
         update = put_together(product, product_factor, inverse, bias)
         assert int(defines["NORMED"]) == (product_norm is not None)
         x += update if product_norm is None else reference.rms_norm(update, product_norm, eps)
+        x *= scale
     if half is not None:
         assert int(defines["CENTRED"]) == (norm_bias is not None)
         _leave(x if norm is None else reference.norm(x, norm, norm_bias, eps), half, factor)
@@ -47,15 +48,17 @@ def _gate_rows(defines: Any, grid: Any, gate: Tensor, *rest: Any) -> None:
 
 
 def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
-    factor, inverse, bias, q_norm, k_norm, eps, cos, sin, growth, *more = rest
+    factor, inverse, bias, q_norm, k_norm, v_norm, eps, cos, sin, growth, *more = rest
     first, context, heads, kv_heads, q, keys, values = more
-    gated, neighbours = (int(defines[name]) for name in ("OUTPUT_GATES", "NEIGHBOURS"))
+    gated, neighbours, same = (int(defines[name]) for name in ("OUTPUT_GATES", "NEIGHBOURS", "K_EQ_V"))
     assert grid == (len(q), -(-(heads + 2 * kv_heads) // 8))
     assert (keys.shape[1], int(defines["HEAD_DIM"])) == (context, keys.shape[2])
     assert int(defines["ROTARY_DIM"]) == 2 * cos.shape[1]
     here = slice(first, first + len(q))
     rows = put_together(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
+    rows = torch.cat([rows, rows[:, -kv_heads:]], 1) if same else rows
     queries, k, v = (x.transpose(0, 1) for x in rows.split([(1 + gated) * heads, kv_heads, kv_heads], dim=1))
+    v = v if v_norm is None else reference.rms_norm(v, v_norm, eps)
     turned = rotated(queries[:: 1 + gated], q_norm, eps, cos[here], sin[here], neighbours > 0)
     q.copy_((turned if growth is None else turned * growth[here, None]).transpose(0, 1))
     keys[:, here], values[:, here] = rotated(k, k_norm, eps, cos[here], sin[here], neighbours > 0), v

@@ -58,6 +58,8 @@ UNUSUAL = [
     Shape(80, 5, torch.bfloat16),
     Shape(250, 2, torch.float32, norms=True),
     Shape(256, 16, torch.bfloat16),
+    Shape(512, 8, torch.bfloat16, norms=True),
+    Shape(390, 3, torch.float16),
 ]
 
 
@@ -91,13 +93,16 @@ class Step:
     growth: Tensor | None = None
     neighbours: bool = False
     gated: bool = False
+    k_eq_v: bool = False
+    v_norm: Tensor | None = None
 
     def run(self, splits: int | None = None, positions: Tensor | None = None, **options: Any) -> Tensor:
         """The result; the keys and values of the new positions are cached."""
         if positions is None:
             positions = torch.tensor(self.last, dtype=torch.int32, device=self.qkv.device)
         out = torch.full((len(self.last), self.shape.heads * self.shape.head_dim), torch.nan, device=self.qkv.device)
-        layer = LayerAttention(self.window, self.q_norm, self.k_norm, sinks=self.sinks, gated=self.gated)
+        of = {"sinks": self.sinks, "gated": self.gated, "k_eq_v": self.k_eq_v}
+        layer = LayerAttention(self.window, self.q_norm, self.k_norm, **of)
         tables = (self.cos, self.sin)
         shape = AttentionShape(
             *(self.shape.heads, KV_HEADS, self.shape.head_dim, EPS, *tables, (layer,), len(self.last)),
@@ -106,14 +111,16 @@ class Step:
             query_scale=self.growth,
             neighbours=self.neighbours,
         )
-        parameters = AttentionParameters(shape, layer, self.keys, self.values, self.own_table)
+        parameters = AttentionParameters(shape, layer, self.keys, self.values, self.own_table, self.v_norm)
         attend(parameters, self.qkv, positions, out, splits=splits, **options)
         return out
 
     def rotated(self, b: int) -> tuple[Tensor, Tensor, Tensor]:
         """q, k and v of a sequence's new position, normed and rotated: float64 [heads, 1, head_dim]."""
         rows = self.qkv[b].double().view(-1, 1, self.shape.head_dim)
+        rows = torch.cat([rows, rows[-KV_HEADS:]]) if self.k_eq_v else rows
         queries, k, v = rows.split([(1 + self.gated) * self.shape.heads, KV_HEADS, KV_HEADS])
+        v = v if self.v_norm is None else reference.rms_norm(v, self.v_norm.double(), EPS)
         q = queries[:: 1 + self.gated]
         if self.q_norm is not None and self.k_norm is not None:
             q = reference.rms_norm(q, self.q_norm.double(), EPS)
@@ -163,7 +170,8 @@ def step(
     """
     bits = torch.Generator(device).manual_seed(max(last))
     context = max(last) + 1 + max(last) % 3
-    width = ((1 + more.get("gated", False)) * shape.heads + 2 * KV_HEADS) * shape.head_dim
+    of_keys = 2 - more.get("k_eq_v", False)
+    width = ((1 + more.get("gated", False)) * shape.heads + of_keys * KV_HEADS) * shape.head_dim
     qkv = size * torch.randn(len(last), width, generator=bits, device=device)
     keys, values = (cached[: len(last), :, :context].clone() for cached in random_cache(shape, device))
     for b, p in enumerate(last):
@@ -200,6 +208,20 @@ def test_head_dimensions_and_groups_of_any_size(shape: Shape, splits: int, devic
     for last in LAST:
         case = step(shape, [last], device, window=last % 2 * 100)
         assert_close_to_reference(case, case.run(splits))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("k_eq_v", [False, True])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[8], *UNUSUAL[1:]], ids=name)
+def test_values_are_normed_or_keys(shape: Shape, k_eq_v: bool, device: torch.device) -> None:
+    ones = torch.ones(shape.head_dim, device=device)
+    for last in ([0, 1, 70], [300, 2000]):
+        for v_norm in (ones, None):
+            case = step(shape, last, device, window=100, k_eq_v=k_eq_v, v_norm=v_norm)
+            assert_close_to_reference(case, case.run())
+            for b, p in enumerate(last):
+                value = case.values[b, :, p].double()
+                torch.testing.assert_close(value, case.rotated(b)[2][:, 0], rtol=1e-2, atol=1e-6)
 
 
 @pytest.mark.gpu

@@ -46,6 +46,7 @@ VARIANTS = {
         *(("VECTOR=1", f"ROUNDS={rounds}", "ACTIVATION=3", "NORMED=1") for rounds in (1, 5)),
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
         ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96", "NEIGHBOURS=1", "OUTPUT_GATES=1"),
+        ("HEADS=1", "HEAD_DIM=512", "KV=1", "K_EQ_V=1"),
         ("ACTIVATION=5",),
         *((f"VECTOR={vector}", "ROUNDS=3", "CENTRED=1") for vector in (1, 4)),
     ],
@@ -63,6 +64,7 @@ VARIANTS = {
         ("HEAD_DIM=128", "GQA_RATIO=3", "ROTARY_DIM=96", "NEIGHBOURS=1"),
         ("HEAD_DIM=256", "GQA_RATIO=8", "ROTARY_DIM=64", "OUTPUT_GATES=1", "FLAG_IN_DATA=1"),
         ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1"),
+        ("HEAD_DIM=512", "GQA_RATIO=8", "K_EQ_V=1", "FLAG_IN_DATA=1", "WARPS=4"),
         ("HEAD_DIM=192", "GQA_RATIO=1", "ROTARY_DIM=64", "NEIGHBOURS=1", "VALUE_DIM=128", "FLAG_IN_DATA=1"),
     ],
     "double_sparsity": [
@@ -154,7 +156,10 @@ VARIANTS = {
         )
         for fp8, tile in [(0, TILES[1]), (0, TILES[4]), *((1, tile) for tile in TILES)]
     ],
-    "post_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1), (6, 1))],
+    "post_norm": [
+        (f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}", f"SUMS={sums}")
+        for rounds, flag, sums in ((1, 0, 1), (3, 1, 1), (6, 1, 1), (3, 1, 2), (2, 0, 2))
+    ],
     "layer_norm": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}") for rounds, flag in ((1, 0), (3, 1))],
     "row_norms": [(f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}", f"APART={flag}") for rounds, flag in ((1, 0), (2, 1))],
     "route": [
@@ -228,6 +233,7 @@ def test_products_compile_as_they_are_launched(what: str, config: CudaTileConfig
             Together(5, 1, False, True, 2),
             Together(256, 8, True, True, 1, False, Router(True, 8, 4, 2.5)),
             Together(66, 2, False, False, 2, False, Router(False, 3, 2, 16.0)),
+            Together(128, 8, True, True, 3, False, part="shared"),
         ],
         "block": ["Q4_K", "Q6_P"],
         "arch": [90, 80],

@@ -352,6 +352,27 @@ def test_routers_choose_as_the_reference(
             assert_close(y[text], expected, LIMIT)
 
 
+@pytest.mark.parametrize("texts", [1, 3])
+@pytest.mark.parametrize(("count", "used", "shared"), [(8, 2, 1), (128, 8, 3), (5, 5, 2)])
+def test_chosen_and_shared_experts_are_added_apart(count: int, used: int, shared: int, texts: int) -> None:
+    stored, scale = random_experts(count + shared, 300, 704), 0.5 + normal(count + shared, seed=9).abs()
+    whole = loaded(stored, used, True, None, added=True, shared=shared)
+    whole = replace(whole, together=replace(whole.together, shared_gate=False), scale=scale)
+    logits, x, residual = normal(texts, count, seed=2), normal(texts, used + shared, 704), normal(texts, 300, seed=1)
+    chosen, weights = reference_route(logits.double(), torch.eye(count, device="cuda").double(), used, True)
+    weights = torch.cat([weights * scale[chosen], scale[count:].double().expand(texts, -1)], 1)
+    numbers = [*range(count, count + shared)]
+    for part, slots in (("chosen", range(used)), ("shared", range(used, used + shared))):
+        y = torch.full((texts, 300), float("nan"), device="cuda")
+        active = torch.zeros((), dtype=torch.int64, device="cuda")
+        multiply_experts(whole.part(part), Input(x), Output(y, residual=residual, active=active), logits=logits)
+        for text in range(texts):
+            of_text = [*chosen[text].tolist(), *numbers]
+            made = [weights[text, slot] * (matrix_of(stored, of_text[slot]) @ x[text, slot].double()) for slot in slots]
+            assert_close(y[text], residual[text].double() + sum(made), LIMIT)
+        assert int(active) == texts * len(slots) * 704
+
+
 def test_logits_that_are_no_numbers_choose_experts_that_there_are() -> None:
     experts = load_experts(random_experts(5, 300, 64), 2, True, "cuda", added=True)
     y = torch.zeros(300, device="cuda")

@@ -33,6 +33,27 @@ def test_the_norm_of_an_update_is_added(width: int, rows: int, flag_in_data: boo
     assert torch.equal(stream, first)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("flag_in_data", [False, True])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("width", [1, 31, 1025, 2816])
+def test_two_updates_are_normed_apart_and_the_sum_is_scaled(width: int, rows: int, flag_in_data: bool) -> None:
+    updates, residual = [normal(rows, width), normal(rows, width, seed=4)], normal(rows, width, seed=1)
+    norm, *of_both = (normal(width, seed=seed) for seed in (2, 5, 6))
+    normed = [reference.rms_norm(u.double(), n.double(), EPS) for u, n in zip(updates, of_both, strict=True)]
+    expected = 0.3 * (residual.double() + reference.rms_norm(sum(normed), norm.double(), EPS))
+    device = torch.device("cuda", torch.cuda.current_device())
+    _, (first, other, y, squares) = flag_in_data_buffers([*[rows * width] * 3, rows], device)
+    first, other, y = (each.view(rows, width) for each in (first, other, y))
+    first.copy_(updates[0])
+    other.copy_(updates[1])
+    sums = (other, *(each.cuda() for each in of_both))
+    more = {"squares": squares, "flag_in_data": flag_in_data, "scale": 0.3, "sums": sums}
+    post_norm(first, residual.cuda(), norm.cuda(), EPS, y, **more)
+    torch.testing.assert_close(y.cpu().double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(squares.cpu().double(), expected.square().sum(1), rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -27,7 +27,7 @@ PAIR_WORDS = 4
 """A pair of the result is this many flag-in-data words where blocks leave it for each other."""
 
 MOST_GQA_RATIO = 16
-MOST_HEAD_DIM = 256
+MOST_HEAD_DIM = 512
 FEWEST_POSITIONS = 64
 """A block has at least this many positions of the whole context."""
 
@@ -37,7 +37,7 @@ class Variant:
     """What the kernel is compiled for, and the sizes that follow. Its names are those of
     `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
     None: all; neighbours: whether they do in pairs of neighbours; gated: whether there are output gates; value_dim:
-    channels of values, 0: head_dim."""
+    channels of values, 0: head_dim; k_eq_v: whether values are keys."""
 
     head_dim: int
     gqa_ratio: int
@@ -49,6 +49,7 @@ class Variant:
     neighbours: bool = False
     gated: bool = False
     value_dim: int = 0
+    k_eq_v: bool = False
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -62,6 +63,7 @@ class Variant:
             "CAPPED": int(self.capped),
             "NEIGHBOURS": int(self.neighbours),
             "OUTPUT_GATES": int(self.gated),
+            "K_EQ_V": int(self.k_eq_v),
         }
         if self.value_dim not in (0, self.head_dim):
             values["VALUE_DIM"] = self.value_dim
@@ -104,11 +106,12 @@ class Variant:
 class AttentionParameters:
     """What attention of a layer takes at every step: built, and checked, once when a model is loaded.
 
-    shape        -- heads, at most 16 * kv_heads; head_dim even, at most 256
+    shape        -- heads, at most 16 * kv_heads; head_dim even, at most 512
     layer        -- its window, the number of its rotary table, the norms of its heads, float32 [head_dim], and sinks
     keys, values -- its cache: bfloat16, float16 or float32 [B, kv_heads, context, head_dim]
     own_table    -- cos and sin by which each sequence turns, in place of the shape's: float32 [B, context or more, n /
                     2]; None: the shape's
+    v_norm       -- ones, float32 [head_dim], where the layer norms values; None: it does not
 
     Raises `ValueError` naming what does not fit.
     """
@@ -118,6 +121,7 @@ class AttentionParameters:
     keys: Tensor
     values: Tensor
     own_table: tuple[Tensor, Tensor] | None = None
+    v_norm: Tensor | None = None
 
     @property
     def table(self) -> tuple[Tensor, Tensor]:
@@ -149,7 +153,7 @@ class AttentionParameters:
     def rows(self) -> int:
         """Rows of attn_in."""
         shape = self.shape
-        return ((1 + self.layer.gated) * shape.heads + 2 * shape.kv_heads) * shape.head_dim
+        return ((1 + self.layer.gated) * shape.heads + (2 - self.layer.k_eq_v) * shape.kv_heads) * shape.head_dim
 
     def __post_init__(self) -> None:
         shape, layer, keys = self.shape, self.layer, self.keys
@@ -170,13 +174,13 @@ class AttentionParameters:
         cached = (batch, kv_heads, context, shape.head_dim)
         _check("keys", keys, keys, keys.dtype, cached, 16)
         _check("values", self.values, keys, keys.dtype, cached, 16)
-        rotary_dim = 2 * shape.cos.shape[-1]
+        rotary_dim = 2 * self.table[0].shape[-1]
         if not 2 <= rotary_dim <= head_dim:
             raise ValueError(f"cos: {rotary_dim} channels of a head turn, expected 2 to {head_dim}")
         sequences = 1 if self.own_table is None else batch
         for name, table in zip(("cos", "sin"), self.table, strict=True):
             _check(name, table, keys, torch.float32, (sequences, shape.context, rotary_dim // 2))
-        for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm)):
+        for name, norm in (("q_norm", layer.q_norm), ("k_norm", layer.k_norm), ("v_norm", self.v_norm)):
             if norm is not None:
                 _check(name, norm, keys, torch.float32, (head_dim,))
         if layer.sinks is not None:
@@ -192,6 +196,7 @@ class AttentionParameters:
 
         cos, _ = self.table
         variant = partial(Variant, *of, warps=warps, capped=self.shape.cap > 0, gated=self.layer.gated)
+        variant = partial(variant, k_eq_v=self.layer.k_eq_v)
         variant = partial(variant, rotary_dim=2 * cos.shape[-1], neighbours=self.shape.neighbours)
         variant = partial(variant, value_dim=self.shape.value_dim)
 
@@ -208,10 +213,13 @@ def attention_parameters(
 
     first_table -- of each sequence, in layers of the shape's first rotary table; None: the shape's own
     """
-    return tuple(
-        AttentionParameters(shape, layer, *of, own_table=None if layer.table else first_table)
-        for layer, of in zip(shape.layers, zip(keys, values, strict=True), strict=True)
-    )
+    found = []
+    for number, (layer, k, v) in enumerate(zip(shape.layers, keys, values, strict=True)):
+        kv_heads, head_dim = shape.heads_of(number)
+        of_layer = replace(shape, kv_heads=kv_heads, head_dim=head_dim)
+        ones = torch.ones(head_dim, device=k.device) if layer.value_norm else None
+        found.append(AttentionParameters(of_layer, layer, k, v, None if layer.table else first_table, ones))
+    return tuple(found)
 
 
 def attend(
@@ -272,8 +280,8 @@ def attend(
         compiled,
         (splits, kv_heads, batch),
         threads,
-        *(qkv, keys, parameters.values, positions, *parameters.table, layer.q_norm, layer.k_norm, out),
-        *(partial_results, kv_heads, context, layer.window, float(shape.eps)),
+        *(qkv, keys, parameters.values, positions, *parameters.table, layer.q_norm, layer.k_norm),
+        *(parameters.v_norm, out, partial_results, kv_heads, context, layer.window, float(shape.eps)),
         *(parameters.rope_stride, parameters.query_scale, shape.query_scale, parameters.log2_cap, layer.sinks),
         *(slice, _magic(slice)),
         shared=variant.shared_bytes,

@@ -163,8 +163,9 @@ class CudaDenseKvCache:
     ) -> tuple[list[Tensor], list[Tensor]]:
         """The room for keys and values of every layer: each a tensor of its own, which begins at a multiple of 16 bytes
         whatever the context."""
-        extent = (shape.sequences, shape.kv_heads, shape.context, shape.head_dim)
-        keys, values = ([torch.zeros(extent, dtype=dtype, device=device) for _ in shape.layers] for _ in range(2))
+        heads = [shape.heads_of(layer) for layer in range(len(shape.layers))]
+        extents = [(shape.sequences, kv_heads, shape.context, head_dim) for kv_heads, head_dim in heads]
+        keys, values = ([torch.zeros(extent, dtype=dtype, device=device) for extent in extents] for _ in range(2))
         return keys, values
 
 
@@ -176,12 +177,13 @@ def torch_type(type: str) -> torch.dtype:
 
 
 def _check_heads(shape: AttentionShape) -> None:
-    ratio = shape.heads / shape.kv_heads
-    if ratio > MOST_GQA_RATIO or shape.head_dim > MOST_HEAD_DIM or shape.head_dim % 2:
-        raise UserError(
-            f"a model with heads of {shape.head_dim} channels, {ratio:g} for each key head: the cuda backend "
-            f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GQA_RATIO}; use the reference backend"
-        )
+    for kv_heads, head_dim in {shape.heads_of(layer) for layer in range(len(shape.layers))}:
+        ratio = shape.heads / kv_heads
+        if ratio > MOST_GQA_RATIO or head_dim > MOST_HEAD_DIM or head_dim % 2:
+            raise UserError(
+                f"a model with heads of {head_dim} channels, {ratio:g} for each key head: the cuda backend "
+                f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GQA_RATIO}; use the reference backend"
+            )
 
 
 class CudaDoubleSparsityKvCache(CudaDenseKvCache):

@@ -50,7 +50,8 @@ class Buffers:
                heads together; None: it takes qkv
     latent  -- of models with latents, what stands between attn_in and attention; None: nothing
     layer_normed -- of models with LayerNorms, what attn_in and the MLP take; None: they take x and between
-    updates -- of models with post norms, what attention and the MLP add before it is normed; None: it is not
+    updates -- of models with post norms, what attention and the MLP add before it is normed, and where experts are
+               normed apart, what the shared ones make; None: it is not
     reset   -- name of a matrix -> the words that its product resets, as `kernels/common/flag_in_data.cuh` allows
 
     flag_in_data -- all are read as soon as they are stored (`driver/memory.py`), but for before, an x without squares
@@ -68,7 +69,7 @@ class Buffers:
     squares_of_y: Tensor | None
     logits: Tensor | None = None
     before: Tensor | None = None
-    updates: tuple[Tensor, Tensor] | None = None
+    updates: tuple[Tensor, ...] | None = None
     normed: Tensor | None = None
     layer_normed: tuple[Tensor, Tensor] | None = None
     latent: LatentBuffers | None = None
@@ -146,7 +147,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
     )
     numbers, of_router = _numbers(model), _of_router(model)
     inside, (between, between_squares, mid, logits, *updates) = kernels.flag_in_data_buffers(
-        [a.hidden, of_between, numbers, of_router, *[a.hidden] * 2 * model.post_norms, *centred], device
+        [a.hidden, of_between, numbers, of_router, *[a.hidden] * _updates(model), *centred], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
     alternating = [kernels.flag_in_data_buffers([a.hidden, of_y, heads], device) for _ in range(2)]
@@ -176,7 +177,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 y=result if ends[number] else y,
                 squares_of_y=None if ends[number] else squares_of_y,
                 before=before,
-                updates=(updates[0], updates[1]) if model.post_norms else None,
+                updates=tuple(updates[: _updates(model)]) if model.post_norms else None,
                 normed=normed[0] if model.row_norms else None,
                 layer_normed=(normed[-1], updates[-1]) if model.layer_norms else None,
                 latent=_latent(model, normed),
@@ -214,7 +215,7 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
         logits=memory(of_router) if of_router else None,
         y=embedded,
         squares_of_y=squares,
-        updates=(memory(a.hidden), memory(a.hidden)) if model.post_norms else None,
+        updates=tuple(memory(a.hidden) for _ in range(_updates(model))) if model.post_norms else None,
         normed=memory(rows) if model.row_norms else None,
         layer_normed=(memory(a.hidden), memory(a.hidden)) if model.layer_norms else None,
         latent=_latent(model, [memory(width) for width in _latent_widths(model)]),
@@ -310,6 +311,11 @@ def first_numbers(buffer: Tensor, width: int) -> Tensor:
 def _numbers(model: CudaModel) -> int:
     """How many numbers the first product of an MLP leaves for each sequence, at most."""
     return max(layer.mlp.numbers for layer in model.layers)
+
+
+def _updates(model: CudaModel) -> int:
+    """How many vectors are normed before they are added."""
+    return (2 + model.normed_experts) * model.post_norms
 
 
 def _of_router(model: CudaModel) -> int:

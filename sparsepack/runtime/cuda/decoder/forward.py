@@ -1,9 +1,8 @@
 """The blocks of a model in order, for a step and for prefill.
 
 Step     one token of each sequence: five kernels a layer (more where attention takes more than one, or
-the basis of the residual stream changes first; two more with post norms or LayerNorms, one with norms of all heads
-together), which
-         wait for no host
+         the basis of the residual stream changes first; two more with post norms or LayerNorms, one with norms of all
+         heads together or of experts apart), which wait for no host
 Prefill  many positions of a sequence at once, every site dense. Short prompts, which would wait for the host, are CUDA
          graphs from their second time on
 """
@@ -147,7 +146,7 @@ class Step:
             yield from layer.mlp.step(of_mlp, self._workspace, self._kernels)
             return
         after_attention, after_mlp = layer.post_norms
-        of_attention, of_the_mlp = of.updates
+        of_attention, of_the_mlp, *of_shared = of.updates
         yield product("attn_out", out, attended, of_attention)
         flag_in_data = of.flag_in_data
         yield self._post_norm(of_attention, of.x, after_attention, of.between, between_squares, flag_in_data)
@@ -156,7 +155,10 @@ class Step:
         yield from layer.mlp.step(replace(of_mlp, of=alone), self._workspace, self._kernels)
         flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
         squares_of_y = None if layer.attn_norm is None else of.squares_of_y  # blocks are alike in that
-        yield self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
+        launch = self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
+        if layer.expert_norms is not None:
+            launch = partial(launch, sums=(of_shared[0].view(sequences, -1), *layer.expert_norms))
+        yield partial(launch, scale=layer.scalar)
 
     def _latents(
         self, layer: CudaLayer, of: Buffers, to: LatentBuffers, product: Callable[..., Launch]
@@ -188,7 +190,7 @@ class Step:
 
     def _post_norm(
         self, update: Tensor, x: Tensor, norm: Tensor, y: Tensor, squares: Tensor | None, flag_in_data: bool
-    ) -> Launch:
+    ) -> partial[None]:
         """The launch that adds an update to x, normed."""
         rows, eps = len(self.ids), float(self._model.architecture.norm_eps)
         update, x, y = (of.view(rows, -1) for of in (update, x, y))
@@ -348,24 +350,25 @@ class Prefill:
         kernels.embed(model.embedding, ids, x, model.architecture.embedding_scale)
         update: Product | None = None  # that x still lacks
         update_norm: Tensor | None = None  # which comes before
+        scalar = 1.0  # which comes behind
         with sdpa_kernel(BACKENDS):
             for number, layer in enumerate(model.layers):
                 if layer.basis is not None:
                     if update is not None:
-                        kernels.add(x, update, update_norm, eps)
+                        kernels.add(x, update, update_norm, eps, scalar)
                     x, update, update_norm = kernels.matmul(layer.basis, x), None, None
                 after_attention, after_mlp = layer.post_norms or (None, None)
                 (attn_norm, attn_bias), (mlp_norm, mlp_bias) = layer.layer_norms or (
                     (layer.attn_norm, None),
                     (layer.mlp_norm, None),
                 )
-                normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias)
+                normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias, scalar)
                 attn_output = self._attention(number, normed, sequence, filled)
                 update = self._product(layer, "attn_out", kernels.to_scaled_fp16(attn_output))
                 normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, after_attention, mlp_bias)
-                update, update_norm = self._mlp(layer, normed, x, filled), after_mlp
+                update, update_norm, scalar = self._mlp(layer, normed, x, filled), after_mlp, layer.scalar
         if update is not None:
-            kernels.add(x, update, update_norm, eps)
+            kernels.add(x, update, update_norm, eps, scalar)
         return x
 
     def _attention(self, number: int, x: ScaledFp16, sequence: int, filled: FilledUp | None) -> Tensor:

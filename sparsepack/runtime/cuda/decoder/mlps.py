@@ -1,7 +1,7 @@
 """The MLPs that the cuda decoder runs, a class for each kind: their part of a step, and of prefill."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -27,7 +27,7 @@ from sparsepack.runtime.cuda.products.neurons import ActiveNeurons, CudaNeurons,
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Together
 from sparsepack.runtime.decoder import load_vector
-from sparsepack.runtime.reference.products import route, with_shared
+from sparsepack.runtime.reference.products import rms_norm, route, with_shared
 
 RELU2 = 4
 """relu2 has this number (`kernels/common/activations.cuh`) where neurons without gates are listed; products take their
@@ -239,6 +239,8 @@ class ExpertMlp:
     router -- float32 [logits, hidden]: a row for each expert, then that of the experts that every token has, if these
               have a gate
     bias   -- float32 [logits], of the router; None: there is none
+    norms  -- weights of the RMSNorms of what the chosen experts make, and of what the shared ones make, with `eps`: a
+              step leaves the two apart. None: it is one sum
     """
 
     per_sequence: ClassVar[bool] = True
@@ -247,6 +249,8 @@ class ExpertMlp:
     router: Tensor
     sites: Mapping[str, CudaExpertsSite]
     bias: Tensor | None = None
+    norms: tuple[Tensor, Tensor] | None = None
+    eps: float = 0.0
 
     @property
     def together(self) -> Together:
@@ -279,7 +283,13 @@ class ExpertMlp:
         of_product, of_input = _activations(into.matrix.all, step.activation)
         yield product("mlp_in", into, step.input, of.mid, activation=of_product)
         mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
-        yield product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
+        down = self.sites["mlp_mid"]
+        if self.norms is None or of.updates is None:
+            yield product("mlp_mid", down, mid, of.y, residual=of.between, squares=of.squares_of_y)
+            return
+        chosen, shared = (replace(down, matrix=down.matrix.part(which)) for which in ("chosen", "shared"))
+        yield product("mlp_mid", chosen, mid, of.y, residual=of.between)
+        yield product("mlp_mid", shared, mid, of.updates[2], residual=of.between)
 
     @property
     def has_rooms(self) -> bool:
@@ -294,7 +304,13 @@ class ExpertMlp:
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
         made = (self._decoded_groups if self.has_rooms else self._grouped)(of, chosen, kernels)
         weights = weights * (made.factor * made.inverse).view_as(weights)
-        output = torch.bmm(weights[:, None], made.sums.view(*chosen.shape, -1))[:, 0]
+        of_each = made.sums.view(*chosen.shape, -1)
+        if self.norms is None:
+            output = torch.bmm(weights[:, None], of_each)[:, 0]
+        else:
+            used, output = self.together.used, torch.zeros_like(of_each[:, 0])
+            for part, norm in zip((slice(used), slice(used, None)), self.norms, strict=True):
+                output += rms_norm(torch.bmm(weights[:, None, part], of_each[:, part])[:, 0], norm, self.eps)
         return Product(output, torch.ones_like(x.factor), 1.0, None)
 
     def _grouped(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Product:
@@ -364,8 +380,9 @@ class ExpertMlp:
         """The experts that positions x [S, hidden] have, and their weights: [S, of_token] each."""
         together = self.together
         router, of_shared = self.router[: together.experts], self.router[together.experts :]
-        how = together.used, together.normalised, self.bias, together.routing, self.sites["mlp_in"].matrix.correction
-        chosen, weights = route(x, router, *how)
+        into = self.sites["mlp_in"].matrix
+        how = together.used, together.normalised, self.bias, together.routing, into.correction
+        chosen, weights = route(x, router, *how, into.scale)
         if not together.shared:
             return chosen, weights
         gate = of_shared if together.shared_gate else None

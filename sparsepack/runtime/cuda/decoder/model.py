@@ -1,18 +1,18 @@
 """A packed model on the GPU, at its stored size."""
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import CLAMPED_SWIGLU
+from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS
 from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
-from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, ExpertMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import DividedPlace, Place
@@ -37,6 +37,8 @@ class CudaLayer:
     activation -- the number under which kernels know the gate's function
     latent_norms -- those of the latents of queries, None where these have none, and of keys and values; None: there
                     are no latents
+    scalar     -- what all that leaves the block is multiplied by; 1 where nothing is normed before it is added
+    expert_norms -- the norms of what the chosen experts make, and of what the shared ones make; None: there are none
     """
 
     attention: Mapping[str, CudaSite]
@@ -49,6 +51,8 @@ class CudaLayer:
     activation: int = 0
     layer_norms: tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
     latent_norms: tuple[Tensor | None, Tensor] | None = None
+    scalar: float = 1.0
+    expert_norms: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -77,6 +81,11 @@ class CudaModel:
     def post_norms(self) -> bool:
         """Whether blocks norm what they add."""
         return any(block.norms_after for block in self.architecture.blocks)
+
+    @property
+    def normed_experts(self) -> bool:
+        """Whether blocks norm what their experts make, the chosen and the shared ones apart."""
+        return any(block.norms_of_experts for block in self.architecture.blocks)
 
     @property
     def layer_norms(self) -> bool:
@@ -137,11 +146,24 @@ def load_model(
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=of_basis)
         attention = load_attention(of.attention, device, kernels, of_attention)
         mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
-        activation = ACTIVATIONS[block.mlp.activation]
         q_norm, kv_norm = (norm(name) for name in LATENT_NORMS)
         latent_norms = None if kv_norm is None else (q_norm, kv_norm)
-        of_more = (post_norms, row_norms)
-        return CudaLayer(attention, mlp, *before, basis, *of_more, activation, layer_norms, latent_norms)
+        expert_norms = norms(*EXPERT_NORMS)
+        if expert_norms is not None and isinstance(mlp, ExpertMlp):
+            mlp = replace(mlp, norms=expert_norms, eps=float(packed.architecture.norm_eps))
+        return CudaLayer(
+            attention,
+            mlp,
+            *before,
+            basis,
+            post_norms,
+            row_norms,
+            ACTIVATIONS[block.mlp.activation],
+            layer_norms,
+            latent_norms,
+            1.0 if of.scalar is None else float(of.scalar),
+            expert_norms,
+        )
 
     latent_sites = [name for name in LATENT_SITES if name in packed.layers[0].attention]
     tied, output_bias = packed.output is packed.embedding, packed.scaled_output_norm_bias

@@ -73,6 +73,8 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             f"{routing.groups} groups of experts: the cuda backend runs up to {MOST_GROUPS}; use the reference backend"
         )
     correction = None if mlp.correction is None else load_vector(mlp.correction, device)
+    ones = torch.ones(mlp.shared)
+    scale = None if mlp.scale is None else load_vector(torch.cat([mlp.scale.cpu(), ones]), device)
     for name, site in mlp.sites.items():
         matrix = kernels.load_experts(
             site.matrix,
@@ -84,7 +86,7 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             shared=mlp.shared,
         )
         together = replace(matrix.together, routing=routing, shared_gate=mlp.shared_gate is not None)
-        matrix = replace(matrix, together=together, correction=correction)
+        matrix = replace(matrix, together=together, correction=correction, scale=scale)
         limits = None if site.rule is None else _thresholds(site.rule, device)
         bias = None if site.bias is None else site.bias.to(device, torch.float32).contiguous()
         found[name] = CudaExpertsSite(matrix, Columns(bias=bias), Columns(limits, bias=bias))

@@ -1,6 +1,7 @@
 """The experts of an MLP on the GPU: their router, and the products of those that a token has, in one launch."""
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -30,16 +31,22 @@ class CudaExperts:
     all      -- blocks [experts * tiles, columns, tile_bands, 144], a matrix after the other; the rest is that of one
     together -- how a token's products are launched
     correction -- float32 [experts]: what is added to scores that choose; None: nothing
+    scale    -- float32 [experts], by which the weights of experts are multiplied; None: they are not
     """
 
     all: CudaZigzag
     together: Together
     correction: Tensor | None = None
+    scale: Tensor | None = None
 
     @property
     def grouped(self) -> bool:
         """Whether `multiply_grouped` takes them."""
         return self.all.block == GROUPED_BLOCK
+
+    def part(self, which: Literal["chosen", "shared"]) -> "CudaExperts":
+        """The same, of which a launch takes a part of a token's."""
+        return replace(self, together=replace(self.together, part=which))
 
     def expert(self, number: int) -> CudaZigzag:
         """The matrix of one expert."""
@@ -143,7 +150,7 @@ def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logi
         y = output.y.view(len(logits), -1)[these]
         of_these = replace(output, y=y, residual=of(output.residual), squares=of(output.squares))
         chosen = experts.together, logits[these], experts.correction
-        zigzag_products.gemv(matrix, input.of_texts(these, len(logits)), of_these, chosen)
+        zigzag_products.gemv(matrix, input.of_texts(these, len(logits)), of_these, chosen, experts.scale)
 
 
 def multiply_grouped(
@@ -226,7 +233,7 @@ def blocks(experts: CudaExperts, sequences: int = 1) -> int:
 def _spread(experts: CudaExperts, sequences: int) -> tuple[int, CudaTileConfig]:
     """How many of so many sequences are launched at a time, and how: blocks that wait for each other run at once."""
     matrix, together, at_once = experts.all, experts.together, sequences
-    of_text = matrix.blocks.shape[0] // together.stored * together.of_token  # blocks, at least
+    of_text = matrix.blocks.shape[0] // together.stored * len(together.slots)  # blocks, at least
     blocks_at_once = multiprocessors(matrix.blocks.device)
     if together.added:
         launches = -(-sequences // max(blocks_at_once // of_text, 1))

@@ -129,6 +129,7 @@ def to_scaled_fp16(
     eps: float = 0.0,
     update_norm: Tensor | None = None,
     norm_bias: Tensor | None = None,
+    sum_scale: float = 1.0,
 ) -> ScaledFp16:
     """Scale x, or its RMSNorm or LayerNorm, to the input of a product.
 
@@ -137,15 +138,17 @@ def to_scaled_fp16(
     norm        -- weight of the RMSNorm, float32 [columns], with `eps`
     update_norm -- of that of the update before it is added, likewise; None: it is added as it is
     norm_bias   -- what the norm adds, float32 [columns]: it is a LayerNorm; None: it is an RMSNorm
+    sum_scale   -- what x is multiplied by when an update is added
     """
     scaled = _new_scaled(x)
-    _add_rows(x, update, update_norm, norm, norm_bias, eps, scaled)
+    _add_rows(x, update, update_norm, norm, norm_bias, eps, scaled, sum_scale)
     return scaled
 
 
-def add(x: Tensor, update: Product, norm: Tensor | None = None, eps: float = 0.0) -> None:
-    """x += update, or RMSNorm(update) where a norm's weight is given: float32 [S, columns], contiguous."""
-    _add_rows(x, update, norm, None, None, eps, None)
+def add(x: Tensor, update: Product, norm: Tensor | None = None, eps: float = 0.0, sum_scale: float = 1.0) -> None:
+    """x += update, or RMSNorm(update) where a norm's weight is given, then x *= sum_scale: float32 [S, columns],
+    contiguous."""
+    _add_rows(x, update, norm, None, None, eps, None, sum_scale)
 
 
 def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
@@ -184,12 +187,14 @@ def split_heads(parameters: AttentionParameters, qkv: Product, first: int, seque
             *("HEADS=1", f"HEAD_DIM={head_dim}", f"KV={KV_MACROS[keys.dtype]}"),
             f"ROTARY_DIM={2 * cos.shape[1]}",
             *(f"NEIGHBOURS={int(shape.neighbours)}", f"OUTPUT_GATES={int(layer.gated)}"),
+            f"K_EQ_V={int(layer.k_eq_v)}",
         )
         launch(
             kernel("prefill", "split_heads", defines, keys.device.index or 0),
             (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),
             HEADS * 32,
-            *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, float(shape.eps)),
+            *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, parameters.v_norm),
+            float(shape.eps),
             *(cos, sin, shape.query_scale, first, context, shape.heads, kv_heads, q, keys, values),
         )
     return q
@@ -208,6 +213,7 @@ def _add_rows(
     norm_bias: Tensor | None,
     eps: float,
     scaled: ScaledFp16 | None,
+    sum_scale: float,
 ) -> None:
     if not len(x):
         return
@@ -216,7 +222,7 @@ def _add_rows(
         _row_kernel("add_rows", x.shape[1], x, product[0], 0, update_norm is not None, norm_bias is not None),
         (len(x),),
         THREADS,
-        *(x, x.shape[1], *product, update_norm, norm, norm_bias, float(eps)),
+        *(x, x.shape[1], *product, update_norm, float(sum_scale), norm, norm_bias, float(eps)),
         *((scaled.values, scaled.factor) if scaled else (None, None)),
     )
 
@@ -348,8 +354,10 @@ def post_norm(
     *,
     squares: Tensor | None = None,
     flag_in_data: bool = False,
+    scale: float = 1.0,
+    sums: tuple[Tensor, Tensor, Tensor] | None = None,
 ) -> None:
-    """Put y = residual + RMSNorm(update) of B rows on the current stream.
+    """Put y = scale (residual + RMSNorm(update)) of B rows on the current stream.
 
     update, residual, y -- float32 [B, width], contiguous; residual may be y itself, and is not what the kernel just
                            before writes
@@ -357,10 +365,15 @@ def post_norm(
     squares             -- float32 [B] or [B, 1]: the sums of y^2; None: nobody asks for them
     flag_in_data        -- update is in words of `driver/memory.py`: read as soon as it is stored; y and squares may be
                            read so in any case
+    sums                -- other, and norms [width] of two: RMSNorm(update) + RMSNorm(other) is taken in place of
+                           update; None: that itself. other is as update
 
     Raises `ValueError` for shapes that do not fit.
     """
     rows, width = update.shape
+    other, *of_both = sums or (None, None, None)
+    if sums is not None and (sums[0].shape != update.shape or {of.shape for of in sums[1:]} != {(width,)}):
+        raise ValueError(f"sums {[list(of.shape) for of in sums]}, expected {[rows, width]} and twice {[width]}")
     if residual.shape != update.shape or y.shape != update.shape or norm.shape != (width,):
         raise ValueError(
             f"residual {list(residual.shape)}, y {list(y.shape)}, norm {list(norm.shape)}: expected "
@@ -368,10 +381,10 @@ def post_norm(
         )
     if squares is not None and squares.numel() != rows:
         raise ValueError(f"squares {list(squares.shape)}, expected {[rows]}")
-    defines = (f"ROUNDS={-(-width // NORM_THREADS)}", f"FLAG_IN_DATA={int(flag_in_data)}")
+    defines = (f"ROUNDS={-(-width // NORM_THREADS)}", f"FLAG_IN_DATA={int(flag_in_data)}", f"SUMS={1 + bool(sums)}")
     launch(
         kernel("post_norm", "post_norm", defines, update.device.index or 0),
         (rows,),
         NORM_THREADS,
-        *(update, residual, norm, width, float(eps), y, squares),
+        *(update, residual, norm, width, float(eps), y, squares, float(scale), other, *of_both),
     )

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from torch import Tensor
 
@@ -94,6 +95,7 @@ class Together:
     shared     -- matrices behind these that every token has: the sigmoid of one logit more is the weight of each, or
                   without a gate it is 1
     routing    -- how a token's are chosen; None: by the softmax of logits
+    part       -- of a token's experts, those that are launched: all, the chosen ones or the shared ones
     """
 
     experts: int
@@ -103,6 +105,12 @@ class Together:
     shared: int = 0
     shared_gate: bool = True
     routing: Router | None = None
+    part: Literal["all", "chosen", "shared"] = "all"
+
+    @property
+    def slots(self) -> range:
+        """Which of a token's experts are launched, in the order in which it has them."""
+        return range(self.used * (self.part == "shared"), self.used if self.part == "chosen" else self.of_token)
 
     @property
     def stored(self) -> int:
@@ -149,12 +157,14 @@ def gemv(
     input: Input,
     output: Output,
     chosen: tuple[Together, Tensor, Tensor | None] | None = None,
+    weight_scale: Tensor | None = None,
 ) -> None:
     """Put y = W[:, active] x[active] + bias + residual on the current stream.
 
     chosen -- for the products of the experts that tokens have instead: how they are launched, the logits of the
               router, float32 [texts, logits], and what is added to scores that choose, float32 [experts] or None. Of
               several texts what comes in and goes out lies one text after the other
+    weight_scale -- float32 [matrices], by which the weights of experts are multiplied; None: they are not
     """
     together, logits, correction = chosen or (None, None, None)
     device, tiles = matrix.blocks.device, matrix.blocks.shape[0]
@@ -169,7 +179,7 @@ def gemv(
     parts, texts = 0 if input.squares is None else input.squares.numel(), 1
     if together is not None and logits is not None:
         texts = len(logits)
-        grid, parts = (config.splits, tiles // together.stored, together.of_token * texts), parts // texts
+        grid, parts = (config.splits, tiles // together.stored, len(together.slots) * texts), parts // texts
         config = fitted(config, lambda config: shared_bytes(matrix.columns, config), device)
         matrix = replace(matrix, config=config)
     _check_blocks(matrix, 1, together, texts)
@@ -183,7 +193,7 @@ def gemv(
         *(input.threshold, input.offset, input.scales),
         *(output.y, output.bias, output.residual, output.squares),
         *(output.active, input.skipped, workspace(device)),
-        *(output.reset, 0 if output.reset is None else output.reset.numel(), logits, correction),
+        *(output.reset, 0 if output.reset is None else output.reset.numel(), logits, correction, weight_scale),
         shared=shared_bytes(matrix.columns, config),
     )
 
@@ -191,7 +201,7 @@ def gemv(
 def blocks(matrix: CudaZigzag, together: Together | None = None) -> int:
     """The number of thread blocks of a product with the matrix, or of the products of experts."""
     tiles = matrix.blocks.shape[0] * matrix.config.splits
-    return tiles if together is None else tiles // together.stored * together.of_token
+    return tiles if together is None else tiles // together.stored * len(together.slots)
 
 
 def _check_gate(matrix: CudaZigzag, activation: int | None, residual: Tensor | None, input: Input) -> None:
@@ -316,6 +326,8 @@ def _defines(
             "SHARED": together.shared,
             "NORMALISED": int(together.normalised),
             "ADDED": int(together.added),
+            "FIRST_SLOT": together.slots.start,
+            "LAST_SLOT": together.slots.stop,
         }
         if together.shared and not together.shared_gate:
             values["SHARED_GATE"] = 0

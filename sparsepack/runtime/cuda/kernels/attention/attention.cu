@@ -3,6 +3,7 @@
 //     qkv        float32 [B, heads + 2 kv_heads, HEAD_DIM]      q, then k, then v of the new position; with OUTPUT_GATES
 //                                                               gates behind the queries of each head
 //     keys       CacheType [B, kv_heads, context, HEAD_DIM]     and values; row positions[b] is written here
+//     q_norm     float32 [HEAD_DIM]      and k_norm, v_norm: RMSNorm of each head comes first; null: it does not
 //     cos, sin   float32 [1 or B, context, ROTARY_DIM / 2]
 //     out        float32 [B, heads, VALUE_DIM]
 //
@@ -39,8 +40,8 @@
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     attention(const float* qkv, CacheType* keys, CacheType* values, const int* positions, const float* cos,
-              const float* sin, const float* q_norm, const float* k_norm, float* out, float4* workspace, int kv_heads,
-              int context, int window, float eps,
+              const float* sin, const float* q_norm, const float* k_norm, const float* v_norm, float* out,
+              float4* workspace, int kv_heads, int context, int window, float eps,
               // floats from a sequence's cos to the next one's; what q is multiplied by (attend_rows), at each position
               // [context] besides or null; its cap; the heads' sinks [heads] or null
               int rope_stride, float scale, const float* growth, float cap, const float* sinks,
@@ -56,12 +57,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int tasks = newest ? GQA_RATIO + 2 : GQA_RATIO;
     const NewRows new_in(qkv, b, kv_heads, kv_head);
     NewRow new_rows[TASKS];
+    const auto norm_of = [&](int task) { return task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : v_norm; };
     const auto request = [&] {
 #pragma unroll
         for (int t = 0; t < TASKS; ++t) {
             const int task = warp + t * WARPS;
             if (task >= tasks) break;
-            new_rows[t].load(new_in.row(task), task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr);
+            new_rows[t].load(new_in.row(task), norm_of(task));
         }
     };
     const int early_position = load_l2(positions + b);
@@ -139,7 +141,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (task >= tasks) break;
         NewRow& row = new_rows[t];
         row.receive(new_in.row(task));
-        if (task < GQA_RATIO ? q_norm : task == GQA_RATIO ? k_norm : nullptr) row.scale_to_norm(eps);
+        if (norm_of(task)) row.scale_to_norm(eps);
         const float factor = task < GQA_RATIO ? query_factor : 1;
         // The new position's place is row 0 of warp 0's first stage.
         CacheType* in_shared = (CacheType*)(memory + (task == GQA_RATIO ? 0 : KEY_BYTES));

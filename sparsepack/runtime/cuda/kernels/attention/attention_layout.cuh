@@ -8,11 +8,12 @@
 //
 //     a row of keys     | VECTOR_CHANNELS of lane 0 | lane 1 | .. LANES - 1 | LANE_VECTORS times; ROW_BYTES
 //
-// Macros: HEAD_DIM even, 2 to 256; GQA_RATIO query heads of a key head, 1 to 16 (the group size of grouped-query
+// Macros: HEAD_DIM even, 2 to 512; GQA_RATIO query heads of a key head, 1 to 16 (the group size of grouped-query
 //         attention; llama.cpp's gqa_ratio); that of cache_type.cuh; WARPS; STAGES of the pipeline (CUTLASS's word,
 //         too); ROTARY_DIM, NEIGHBOURS: rotary.cuh; CAPPED 1: scores have a soft cap; OUTPUT_GATES 1: a row of gates
 //         lies behind each row of queries, by whose sigmoid the result is multiplied; VALUE_DIM: so many channels of a
-//         head's result are left, values have zeros behind them; AHEAD 1: bring the first rows to the L2 cache before the kernel may
+//         head's result are left, values have zeros behind them; K_EQ_V 1: no values come in,
+//         they are the keys before norm and rotation; AHEAD 1: bring the first rows to the L2 cache before the kernel may
 //         begin; FLAG_IN_DATA 1: q, k and v are read as soon as they are written (common/flag_in_data.cuh), not when the
 //         kernel before has ended
 
@@ -33,6 +34,9 @@
 #endif
 #ifndef OUTPUT_GATES
 #define OUTPUT_GATES 0
+#endif
+#ifndef K_EQ_V
+#define K_EQ_V 0
 #endif
 #ifndef GQA_RATIO
 #define GQA_RATIO 4

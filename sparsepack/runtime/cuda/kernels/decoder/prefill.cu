@@ -32,6 +32,9 @@
 #ifndef OUTPUT_GATES
 #define OUTPUT_GATES 0
 #endif
+#ifndef K_EQ_V
+#define K_EQ_V 0
+#endif
 #ifndef NORMED
 #define NORMED 0
 #endif
@@ -108,12 +111,13 @@ __device__ __forceinline__ void finished(float (&v)[VECTOR], const float* produc
 // x        float32 [S, width]; what a product adds to it is written back
 // product  float32 [S, width] or null, with its factors, `inverse`, and bias [width] or null
 // product_norm  float32 [width]: RMSNorm of what is added, where NORMED
+// sum_scale     what x and what is added are multiplied by
 // norm     float32 [width]: RMSNorm comes before `scaled`, or where CENTRED LayerNorm, with norm_bias [width]; or null
 // scaled   float16 [S, width] and factor float32 [S]; or null: x is all that is wanted
 extern "C" __global__ void __launch_bounds__(THREADS)
     add_rows(float* x, int width, const float* product, const float* product_factor, float inverse, const float* bias,
-             const float* product_norm, const float* norm, const float* norm_bias, float eps, u16* scaled,
-             float* factor) {
+             const float* product_norm, float sum_scale, const float* norm, const float* norm_bias, float eps,
+             u16* scaled, float* factor) {
     __shared__ float scratch[2][THREADS / 32];
     launch_dependents();
     wait_for_previous();
@@ -146,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             float more[VECTOR];
             finished(more, product + at + k, known, inverse, bias ? bias + k : nullptr);
 #pragma unroll
-            for (int j = 0; j < VECTOR; ++j) v[r][j] += NORMED ? more[j] * of_product * product_norm[k + j] : more[j];
+            for (int j = 0; j < VECTOR; ++j)
+                v[r][j] = (v[r][j] + (NORMED ? more[j] * of_product * product_norm[k + j] : more[j])) * sum_scale;
             store(x + at + k, v[r]);
         }
 #pragma unroll
@@ -251,24 +256,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 //
 // product       float32 [S, heads + 2 kv_heads, HEAD_DIM]: q, then k, then v; factors, `inverse` and bias as above. With
 //               OUTPUT_GATES gates behind the queries of each head, which are left alone
-// q_norm, k_norm  float32 [HEAD_DIM] or null: RMSNorm of every head
+// q_norm, k_norm, v_norm  float32 [HEAD_DIM] or null: RMSNorm of every head
 // cos, sin      float32 [context, ROTARY_DIM / 2]; row s is position first + s
 // growth        float32 [context] or null: what queries are multiplied by at each position
 // q             CacheType [S, heads, HEAD_DIM]
 // keys, values  CacheType [kv_heads, context, HEAD_DIM]
 extern "C" __global__ void __launch_bounds__(256)
     split_heads(const float* product, const float* product_factor, float inverse, const float* bias,
-                const float* q_norm, const float* k_norm, float eps, const float* cos, const float* sin,
-                const float* growth, int first, int context, int heads, int kv_heads, CacheType* q, CacheType* keys,
-                CacheType* values) {
+                const float* q_norm, const float* k_norm, const float* v_norm, float eps, const float* cos,
+                const float* sin, const float* growth, int first, int context, int heads, int kv_heads, CacheType* q,
+                CacheType* keys, CacheType* values) {
     launch_dependents();
     wait_for_previous();
     const int row = blockIdx.x, lane = threadIdx.x % 32, head = blockIdx.y * 8 + threadIdx.x / 32;
     const int all = heads + 2 * kv_heads;
     if (head >= all) return;
     constexpr int MORE = OUTPUT_GATES;  // rows that a query head has beside its queries
-    const int stored = head + MORE * min(head, heads);
-    const float* from = product + ((u64)row * (all + MORE * heads) + stored) * HEAD_DIM;
+    const int same = K_EQ_V && head >= heads + kv_heads ? kv_heads : 0;  // values are keys
+    const int stored = head - same + MORE * min(head, heads);
+    const float* from = product + ((u64)row * (all - K_EQ_V * kv_heads + MORE * heads) + stored) * HEAD_DIM;
     const float known = load_l2(product_factor + row);
     float a[LANE_PAIRS], b[LANE_PAIRS];
     float sum = 0;
@@ -287,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(256)
     }
     const int position = first + row;
     const bool rotated = head < heads + kv_heads;
-    const float* norm = head < heads ? q_norm : rotated ? k_norm : nullptr;
+    const float* norm = head < heads ? q_norm : rotated ? k_norm : v_norm;
     const float scale = norm ? 1 / sqrtf(warp_sum(sum) / HEAD_DIM + eps) : 1;
     const float factor = growth && head < heads ? growth[position] : 1;
     CacheType* to = head < heads ? q + ((u64)row * heads + head) * HEAD_DIM

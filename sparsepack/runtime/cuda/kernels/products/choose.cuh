@@ -12,7 +12,7 @@
 // Each warp that needs to know finds out for itself: it takes less time than to hand it on.
 //
 // Macros: CHOSEN, 0: nobody chooses; EXPERTS, NORMALISED; SHARED, SHARED_GATE; SIGMOID, GROUPS up to 32, GROUPS_USED,
-//         ROUTER_SCALE; FLAG_IN_DATA 1: logits are read as soon as they are stored
+//         ROUTER_SCALE; FIRST_SLOT, LAST_SLOT: a launch is of these slots of a token, without the last; FLAG_IN_DATA 1: logits are read as soon as they are stored
 
 #pragma once
 
@@ -31,7 +31,13 @@
 #define ROUTER_SCALE 1
 #endif
 
-static constexpr int SLOTS = CHOSEN + SHARED;  // experts of a token
+#ifndef FIRST_SLOT
+#define FIRST_SLOT 0
+#define LAST_SLOT (CHOSEN + SHARED)
+#endif
+
+static constexpr int ALL_SLOTS = CHOSEN + SHARED;     // experts of a token
+static constexpr int SLOTS = LAST_SLOT - FIRST_SLOT;  // of a launch
 #if CHOSEN
 static constexpr int LOGITS = EXPERTS + (SHARED && SHARED_GATE ? 1 : 0);  // of a token
 

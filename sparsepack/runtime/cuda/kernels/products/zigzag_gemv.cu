@@ -18,7 +18,8 @@
 //         CHOSEN, SHARED: how many experts a token has, SLOTS together (choose.cuh), whose matrices of one shape lie one
 //         after the other; CHOSEN 0: the matrix is one. They share x, and each has a y; with ADDED 1 each has an x, and
 //         y is the sum of their products times their weights: the blocks of all experts finish it together; each has
-//         thresholds of levels of its own then. Each text of a launch has all of these, one after the other
+//         thresholds of levels of its own then. Each text of a launch has all of these, one after the other; a launch
+//         may add the products of some of them alone, FIRST_SLOT up to LAST_SLOT
 
 #include "common/activations.cuh"
 
@@ -71,8 +72,8 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     u64* active, u64* skipped, float* workspace,
     // flag-in-data words that nobody reads any more
     u32* reset, int reset_count,
-    // of the router, where CHOSEN
-    const float* logits, const float* correction) {
+    // of the router, where CHOSEN; and by what the weight of each expert is multiplied, or null
+    const float* logits, const float* correction, const float* weight_scale) {
     extern __shared__ __align__(128) uint4 memory[];  // bulk copies of columns: both ends alike modulo 128 bytes
     __shared__ float sums_of[WARPS], warp_largest[WARPS], warp_roots[WARPS];
     __shared__ ClassCounts found[WARPS];
@@ -82,6 +83,7 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
     __shared__ int chosen;    // where there are biases
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, band = warp % TILE_BANDS, k_slice = warp / TILE_BANDS;
     const int split = blockIdx.x, tile = blockIdx.y;
+    // Of the launch; the token's slots begin FIRST_SLOT before.
     const int slot = CHOSEN ? blockIdx.z % SLOTS : 0, text = CHOSEN ? blockIdx.z / SLOTS : 0;
     const u8* tile_base = blocks + (u64)tile * columns * COLUMN_BYTES;
     const bool is_producer = STAGES && warp >= WARPS;
@@ -114,10 +116,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         pipeline.set_up();
 #if CHOSEN
         if (!FLAG_IN_DATA) wait_for_previous();
-        const Chosen expert = choose(logits + text * LOGITS, correction, slot);
+        const Chosen expert = choose(logits + text * LOGITS, correction, FIRST_SLOT + slot);
         pipeline.base += (u64)expert.number * gridDim.y * columns * COLUMN_BYTES;
         if ((ADDED || bias) && threadIdx.x == THREADS) {
-            weight = expert.weight, chosen = expert.number;
+            weight = expert.weight * (weight_scale ? weight_scale[expert.number] : 1), chosen = expert.number;
             __threadfence_block();
         }
 #endif
@@ -126,10 +128,10 @@ extern "C" __global__ void __launch_bounds__(ALL_THREADS, RESIDENT) zigzag_gemv(
         const int row = tile * TILE_ROWS + threadIdx.x * 32;
         if (!GATE && !CHOSEN && bias && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(bias + row);
         if (!GATE && row_scale && threadIdx.x * 32 < TILE_ROWS && row < rows) prefetch_l2(row_scale + row);
-        const float* own_x = x + (ADDED ? blockIdx.z : text) * EACH_COLUMN * columns;
+        const float* own_x = x + (ADDED ? text * ALL_SLOTS + FIRST_SLOT + slot : text) * EACH_COLUMN * columns;
 #if ADDED && OF_LEVELS
         if (!FLAG_IN_DATA) wait_for_previous();
-        threshold += (u64)choose(logits + text * LOGITS, correction, slot).number * LEVELS * columns;
+        threshold += (u64)choose(logits + text * LOGITS, correction, FIRST_SLOT + slot).number * LEVELS * columns;
 #endif
         u64* own_skipped = tile || !skipped ? nullptr : skipped + text;
         const Site site{own_x,  columns,       norm, eps,         squares + text * parts,    parts, threshold,
