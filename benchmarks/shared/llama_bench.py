@@ -21,10 +21,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.shared import gemma_4_gguf
 from benchmarks.shared.random_models import random_rows, random_superblocks
 from benchmarks.shared.shapes import SHARPER
 from sparsepack.formats.blocks.table import type_that_fits
+from sparsepack.formats.containers.gguf import KeyValue
 from sparsepack.formats.llama_cpp.keys import architecture_keys
+from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.experts import part_shapes
 from sparsepack.models.checkpoint.gguf_config import ROUTER, UNQUANTISED, gguf_names
 from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
@@ -161,10 +164,8 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
     for their columns, routers and norms in F32, the matrix that gives logits in Q6_K. They are made on a device."""
     import gguf
 
-    a, family = architecture_of(config, None), FAMILIES[config.model_type]
-    layout, stock = LlamaCppTensors.of(family, config), parameter_shapes(config)
-    both = {**stock, **part_shapes(family, stock)}
-    shapes = {name: layout.shape_there(name, shape) for name, shape in both.items()}
+    a = architecture_of(config, None)
+    kind, keys, shapes = _file_of(a, config)
     generator = torch.Generator(device=device).manual_seed(0)
     of_logits = "token_embd.weight" if a.tied else "output.weight"
     made: dict[tuple[str, tuple[int, ...]], tuple[np.ndarray, Any]] = {}
@@ -175,7 +176,8 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
             size = (SHARPER if part.startswith(f"{ROUTER}.") else 1.0) * columns**-0.5
             return (size * torch.randn(shape, generator=generator, device=generator.device)).cpu().numpy(), None
         if len(shape) < 2 or not part.endswith(".weight"):  # weights of norms, biases, and what a state decays by
-            return np.full(shape, {"weight": 1.0, "bias": 0.0}.get(part.rpartition(".")[2], -1.0), np.float32), None
+            ones = {"weight": 1.0, "scale": 1.0, "bias": 0.0}
+            return np.full(shape, ones.get(part.rpartition(".")[2], -1.0), np.float32), None
         type = type_that_fits("Q6_K" if part == of_logits else "Q4_K", columns)
         deviation = {"token_embd.weight": 1.0, of_logits: columns**-0.5}.get(part, 0.1 * columns**-0.5)
         if type == "Q4_K":
@@ -185,15 +187,13 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
         return blocks.reshape(*rows, -1).cpu().numpy(), gguf.GGMLQuantizationType[type]
 
     unfinished = path.with_suffix(".unfinished")
-    writer = gguf.GGUFWriter(unfinished, family.gguf.architecture)
-    for name, (value, type, sub_type) in architecture_keys(a, config)[0].items():
+    writer = gguf.GGUFWriter(unfinished, kind)
+    for name, (value, type, sub_type) in keys.items():
         writer.add_key_value(name, value, type, sub_type)
     writer.add_tokenizer_model("no_vocab")
-    for name, source in gguf_names(family, a.layers).items():
-        if source not in shapes:
-            continue
+    for name, shape in shapes.items():
         part = name.split(".", 2)[-1] if name.startswith("blk.") else name
-        key = part, shapes[source]
+        key = part, shape
         if key not in made:
             made[key] = tensor(*key)
         weights, type = made[key]
@@ -203,6 +203,20 @@ def write_shape(path: Path, config: Any, device: str = "cpu") -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return unfinished.rename(path)
+
+
+def _file_of(a: Architecture, config: Any) -> tuple[str, Mapping[str, KeyValue], Mapping[str, tuple[int, ...]]]:
+    """llama.cpp's name of a model, the keys of its file, and the shapes of the tensors by their names there."""
+    family = FAMILIES[config.model_type]
+    if config.model_type == "gemma4_text":
+        return gemma_4_gguf.KIND, gemma_4_gguf.keys(a, config), gemma_4_gguf.shapes(a, config)
+    layout, stock = LlamaCppTensors.of(family, config), parameter_shapes(config)
+    both = {**stock, **part_shapes(family, stock)}
+    shapes = {name: layout.shape_there(name, shape) for name, shape in both.items()}
+    names = gguf_names(family, a.layers).items()
+    of_names = {name: shapes[source] for name, source in names if source in shapes}
+    assert family.gguf is not None  # the layout is llama.cpp's
+    return family.gguf.architecture, architecture_keys(a, config)[0], of_names
 
 
 @dataclass(frozen=True)
