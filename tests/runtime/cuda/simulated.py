@@ -88,6 +88,7 @@ class SimulatedKernels(kernel_set.Kernels):
     gemv = staticmethod(products.gemv)
     load_experts = staticmethod(experts.load_experts)
     route = staticmethod(experts.route)
+    order_by_expert = staticmethod(experts.order_by_expert)
     multiply_grouped = staticmethod(experts.multiply_grouped)
     decode_experts = staticmethod(experts.decode_experts)
     new_products = staticmethod(lambda x, weights: x.float() @ weights.float())

@@ -60,6 +60,13 @@ def load_experts(
     return Experts(each, Together(matrix.experts - shared, used, normalised, added, shared))
 
 
+def order_by_expert(chosen: Tensor, stored: int, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    which = chosen.clone()
+    which[len(chosen) if counted is None else int(counted) :] = stored
+    in_order, order = which.flatten().sort(stable=True)
+    return order.int(), torch.searchsorted(in_order, torch.arange(stored + 1)).int()
+
+
 def multiply_grouped(
     experts: Experts,
     x: ScaledFp16,

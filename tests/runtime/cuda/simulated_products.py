@@ -47,6 +47,7 @@ class Matrix:
     largest_d: float = 1.0
     row_scale: None = None  # `weight` has it
     rest: None = None
+    on_card: bool = False  # `dequantise` stands in for the kernel of prompts
     lower: tuple[Tensor, ...] = ()
     without: tuple[Tensor, ...] = ()
     first: int = 0

@@ -93,8 +93,8 @@ VARIANTS = {
     ],
     "labels": [(f"LABEL_WORDS={words}", f"KV={type}") for words, type in ((1, 3), (4, 1), (32, 2))],
     "grouped_product": [
-        (f"BANDS={bands}", f"TOKENS={tokens}", "STAGES=4", f"ALIGNED={aligned}")
-        for bands, tokens, aligned in ((1, 16, 0), (2, 32, 1), (2, 64, 1), (1, 64, 1))
+        (f"BANDS={bands}", f"TOKENS={tokens}", "STAGES=4", f"ALIGNED={aligned}", f"WHOLE_TILES={whole}")
+        for bands, tokens, aligned, whole in ((1, 16, 0, 1), (2, 32, 1, 0), (2, 64, 1, 1), (1, 64, 1, 1))
     ],
     "dequantise": [("AT_ONCE=4", f"BLOCK={block.lower()}") for block in CUDA_BLOCKS],
     "neuron_list": [

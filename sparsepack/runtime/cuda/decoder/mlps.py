@@ -302,9 +302,12 @@ class ExpertMlp:
     def prefill(self, of: MlpPrompt, kernels: Kernels) -> Product:
         x = of.x
         chosen, weights = self._chosen(x.values.float() * x.factor[:, None])
-        made = (self._decoded_groups if self.has_rooms else self._grouped)(of, chosen, kernels)
-        weights = weights * (made.factor * made.inverse).view_as(weights)
-        of_each = made.sums.view(*chosen.shape, -1)
+        if self.has_rooms:
+            made = self._decoded_groups(of, chosen, kernels)
+            outputs, weights = made.sums, weights * (made.factor * made.inverse).view_as(weights)
+        else:
+            outputs = self._grouped(of, chosen, kernels)
+        of_each = outputs.view(*chosen.shape, -1)
         if self.norms is None:
             output = torch.bmm(weights[:, None], of_each)[:, 0]
         else:
@@ -313,18 +316,18 @@ class ExpertMlp:
                 output += rms_norm(torch.bmm(weights[:, None, part], of_each[:, part])[:, 0], norm, self.eps)
         return Product(output, torch.ones_like(x.factor), 1.0, None)
 
-    def _grouped(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Product:
-        """What each position's experts make of it, [places, hidden], by products that decode weights on their way."""
+    def _grouped(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Tensor:
+        """What each position's experts make of it, float32 [places, hidden], by products that decode weights on their
+        way."""
         into, mid = self.sites["mlp_in"], self.sites["mlp_mid"]
-        experts = torch.arange(self.together.stored + 1, device=chosen.device)
-        in_order, order = self._counted(chosen, of.filled).flatten().sort(stable=True)
-        places, zeros = (order, torch.searchsorted(in_order, experts)), of.filled is not None
+        counted = None if of.filled is None else of.filled.count
+        places, zeros = kernels.order_by_expert(chosen, self.together.stored, counted), counted is not None
         both = kernels.multiply_grouped(
             into.matrix, of.x, *places, self.together.of_token, into.dense.bias, zeros=zeros
         )
         width = mid.matrix.all.columns
         inner = kernels.gated(both.part(0, width), both.part(width, width), of.activation)
-        return kernels.multiply_grouped(mid.matrix, inner, *places, 1, mid.dense.bias, zeros=zeros)
+        return kernels.multiply_grouped(mid.matrix, inner, *places, 1, mid.dense.bias, zeros=zeros).sums
 
     def _decoded_groups(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Product:
         """The same by products of decoded weights: some experts together, as the scratch has room."""
@@ -343,13 +346,6 @@ class ExpertMlp:
             outputs[place], factors[place], inverse = product.sums, product.factor, product.inverse
         return Product(outputs[:-1], factors[:-1], inverse, None)
 
-    def _counted(self, chosen: Tensor, filled: FilledUp | None) -> Tensor:
-        """The experts chosen [S, of_token]; of positions that do not count, the number behind the last."""
-        if filled is None:
-            return chosen
-        counts_here = torch.arange(len(chosen), device=chosen.device) < filled.count
-        return torch.where(counts_here[:, None], chosen, self.together.stored)
-
     def _groups(
         self, chosen: Tensor, workspace: int, filled: FilledUp | None
     ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
@@ -358,7 +354,10 @@ class ExpertMlp:
         most, for which the host waits, or as `filled` has room for: others are filled up with the place behind the
         last, of whatever position. Short prompts wait for the host, so all is put together for all groups at once."""
         experts, stored = self.together.experts, self.together.stored
-        in_order, by_expert = self._counted(chosen, filled).flatten().sort(stable=True)
+        if filled is not None:
+            counts_here = torch.arange(len(chosen), device=chosen.device) < filled.count
+            chosen = torch.where(counts_here[:, None], chosen, stored)
+        in_order, by_expert = chosen.flatten().sort(stable=True)
         ends = torch.searchsorted(in_order, torch.arange(stored + 1, device=chosen.device))
         before, counts, of_nobody = ends[:-1], ends.diff(), chosen.numel()
         largest = counts[:experts].max()

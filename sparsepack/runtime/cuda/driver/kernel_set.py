@@ -112,6 +112,7 @@ class Kernels:
     delta_prefill = staticmethod(delta_net.delta_prefill)
     short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     gated = staticmethod(dense.gated)
+    order_by_expert = staticmethod(experts.order_by_expert)
     multiply_grouped = staticmethod(experts.multiply_grouped)
     decode_experts = staticmethod(experts.decode_experts)
     new_products = staticmethod(dense.new_products)

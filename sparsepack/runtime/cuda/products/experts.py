@@ -9,17 +9,15 @@ from torch import Tensor
 from sparsepack.formats.matrix import PackedExperts
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch, multiprocessors
-from sparsepack.runtime.cuda.products import zigzag, zigzag_products
+from sparsepack.runtime.cuda.products import grouped, zigzag, zigzag_products
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, expert_tile_config
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, Together
 
 ROUTE_THREADS = 256
-GROUPED_BLOCK = "Q4_K"
-"""Of superblocks of this type products of many positions with all experts are one launch."""
-GROUPED_STAGES, GROUPED_COLUMNS = 4, 32
 MOST_PARTS = 8
+ORDER_THREADS = 1024
 LOADED_AT_ONCE = 1 << 26
 """About so many bytes of experts are copied to the GPU at a time."""
 
@@ -42,7 +40,7 @@ class CudaExperts:
     @property
     def grouped(self) -> bool:
         """Whether `multiply_grouped` takes them."""
-        return self.all.block == GROUPED_BLOCK
+        return self.all.block == grouped.BLOCK
 
     def part(self, which: Literal["chosen", "shared"]) -> "CudaExperts":
         """The same, of which a launch takes a part of a token's."""
@@ -153,6 +151,24 @@ def multiply_experts(experts: CudaExperts, input: Input, output: Output, *, logi
         zigzag_products.gemv(matrix, input.of_texts(these, len(logits)), of_these, chosen, experts.scale)
 
 
+def order_by_expert(chosen: Tensor, stored: int, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The places of chosen, int64 [S, each], by expert: int32 [places], those of an expert in their order, and where
+    each of `stored` experts' begin, int32 [stored + 1].
+
+    counted -- int32 [1]: so many of the S positions count, and the places of others are left out; None: all
+    """
+    order = torch.empty(chosen.numel(), dtype=torch.int32, device=chosen.device)
+    ends = torch.empty(stored + 1, dtype=torch.int32, device=chosen.device)
+    launch(
+        kernel("expert_order", "expert_order", (), chosen.device.index or 0),
+        (1,),
+        ORDER_THREADS,
+        *(chosen, chosen.numel(), counted, chosen.shape[1], stored, order, ends),
+        shared=4 * (ORDER_THREADS // 32 + 1) * stored,
+    )
+    return order, ends
+
+
 def multiply_grouped(
     experts: CudaExperts,
     x: ScaledFp16,
@@ -166,37 +182,25 @@ def multiply_grouped(
     """The products of many positions with the experts that each of them has: W x + bias for every place, of which each
     position has one for each of its experts.
 
-    x     -- [places / each, columns]: place n takes row n / each
-    order -- int64 [places], the places by expert; ends: int64 [stored experts + 1], where those of each begin
-    bias  -- float32 [stored experts, rows]
-    zeros -- whether there are places of no expert, behind the last end: they get zeros
+    x           -- [places / each, columns]: place n takes row n / each
+    order, ends -- of `order_by_expert`
+    bias        -- float32 [stored experts, rows]
+    zeros       -- whether there are places of no expert, behind the last end: they get zeros
 
     Returns [places, rows], with factors of 1. Weights, their scales and minima, and inputs are rounded to float16, sums
     are float32. Raises `ValueError` for experts that are not `grouped`.
     """
     if not experts.grouped:
-        raise ValueError(f"experts of {experts.all.block}: grouped products take {GROUPED_BLOCK}")
-    matrix, places, device = experts.all, len(order), order.device
-    stored, tile_bands = experts.together.stored, experts.all.config.tile_bands
-    tiles, bands = matrix.blocks.shape[0] // stored, min(tile_bands, 2)
-    y = (torch.zeros if zeros else torch.empty)(places, matrix.rows, device=device)
+        raise ValueError(f"experts of {experts.all.block}: grouped products take {grouped.BLOCK}")
+    matrix, places, stored = experts.all, len(order), experts.together.stored
+    y = (torch.zeros if zeros else torch.empty)(1, places, matrix.rows, device=order.device)
     if places:
         # Most experts shall need one group of places; those of all positions, some.
-        tokens = next((size for size in (16, 32) if 3 * places <= 2 * size * stored), 64)
+        tokens = next((size for size in grouped.TOKENS if 3 * places <= 2 * size * stored), grouped.TOKENS[-1])
         parts = min(MOST_PARTS, -(-len(x.values) * each // (4 * tokens * experts.together.of_token)))
-        aligned = int(matrix.columns % 8 == 0)
-        defines = (f"BANDS={bands}", f"TOKENS={tokens}", f"STAGES={GROUPED_STAGES}", f"ALIGNED={aligned}")
-        pitch = bands * zigzag.block_bytes(matrix.block) + (16 if bands == 2 else 0)
-        stage = GROUPED_COLUMNS * pitch + tokens * (2 * GROUPED_COLUMNS + 16)
-        launch(
-            kernel("grouped_product", "grouped_product", defines, device.index or 0),
-            (tiles * tile_bands // bands, stored * parts),
-            128 * bands,
-            *(matrix.blocks, matrix.columns, matrix.rows, tiles, tile_bands, matrix.gate_bands, matrix.fp16_scale),
-            *(order, ends, parts, each, x.values, x.factor, 1 / matrix.fp16_scale, bias, y),
-            shared=GROUPED_STAGES * stage + 4 * tokens + 4 * bands * 8 * GROUPED_COLUMNS,
-        )
-    return Product(y, torch.ones(places, device=device), 1.0, None)
+        of = {"tokens": tokens, "parts": parts, "experts": stored, "each": each}
+        grouped.grouped_product(matrix, x.values, y, **of, order=order, ends=ends, factor=x.factor, bias=bias)
+    return Product(y[0], torch.ones(places, device=order.device), 1.0, None)
 
 
 def decoded_weights(experts: CudaExperts) -> int:

@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsepack.formats.orders.zigzag import BAND_ROWS
 from sparsepack.runtime.cuda.attention.attention import KV_MACROS, AttentionParameters
 from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
-from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.cuda.products import grouped, zigzag
 from sparsepack.runtime.cuda.products.rows import RowsFp16, decode
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag, dequantise
 
@@ -75,6 +75,8 @@ def multiply(matrix: CudaZigzag, x: ScaledFp16, scratch: Tensor, bias: Tensor | 
 
     scratch -- of `new_scratch`; products on one stream may share it
     """
+    if grouped.takes(matrix, len(x.values)):
+        return Product(grouped.sums_of_few(matrix, x.values), x.factor, 1 / matrix.fp16_scale, bias)
     sums = torch.empty(len(x.values), matrix.rows, device=x.values.device)
     step = len(scratch) // (matrix.columns * BAND_ROWS)
     for first in range(0, _bands(matrix) if len(sums) else 0, step):

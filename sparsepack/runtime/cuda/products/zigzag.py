@@ -64,6 +64,7 @@ class CudaZigzag:
     row_scale     -- what the sums of rows are multiplied by: float32 [bands * 256]; None: nothing
     block         -- the type of the superblocks
     rest          -- what of its planes lies elsewhere; None: nothing
+    on_card       -- whether it is known to lie in the GPU's memory
     """
 
     blocks: Tensor
@@ -78,6 +79,7 @@ class CudaZigzag:
     block: str = "Q4_K"
     typical_scale: float = 0.0
     rest: Rest | None = None
+    on_card: bool = False
 
     @property
     def planes(self) -> bool:
@@ -121,7 +123,7 @@ def load_zigzag(
         rest = Rest(place.levels, place.rest(others), len(others))
     there = place(in_tiles)
     loaded = laid_out(there, matrix.rows, matrix.columns, config, blocks.shape[0] // 2 if gate else 0, ends, block)
-    loaded = replace(loaded, rest=rest)
+    loaded = replace(loaded, rest=rest, on_card=place is on_card)
     if matrix.row_scale is None:
         return loaded
     row_scale = torch.zeros(len(blocks) * BAND_ROWS, device=blocks.device)

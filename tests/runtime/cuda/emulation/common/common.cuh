@@ -108,6 +108,11 @@ template <typename T>
 inline T __shfl_xor_sync(u32, T x, int step) {
     return of_lane(x, threadIdx.x % 32 ^ step);
 }
+inline u32 __match_any_sync(u32, int x) {
+    u32 same = 0;
+    for (int lane = 0; lane < 32; ++lane) same |= (u32)(of_lane(x, lane) == x) << lane;
+    return same;
+}
 inline u32 __ballot_sync(u32 lanes, bool is) { return __reduce_add_sync(lanes, (u32)is << threadIdx.x % 32); }
 inline bool __any_sync(u32 lanes, bool is) { return __ballot_sync(lanes, is); }
 inline void __syncwarp() { of_warps[threadIdx.x / 32].arrive_and_wait(); }
