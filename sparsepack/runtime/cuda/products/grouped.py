@@ -13,9 +13,9 @@ TOKENS = (16, 32, 64)
 """A block of threads takes so many places at a time."""
 MOST_BANDS = 2
 """And at most so many bands of a matrix."""
-MOST_POSITIONS = 128
-"""For up to this many positions `sums_of_few` reads a weight once or twice, and is faster than cuBLAS with weights that
-are decoded first."""
+MOST_POSITIONS = TOKENS[-1]
+"""For up to this many positions `sums_of_few` reads a weight once (an H200, Qwen3.6-27B's shape, 128 positions, for
+which it was twice: 48.9 ms; by cuBLAS with weights that are decoded first 46.4; 32 positions: 22.8 ms)."""
 MOST_SPLITS = 32
 _STAGES, _COLUMNS = 4, 32
 
@@ -59,24 +59,23 @@ def grouped_product(
 
 
 def takes(matrix: CudaZigzag, positions: int) -> bool:
-    """Whether `sums_of_few` is for so many positions with a matrix: one in the host's memory is not read twice."""
+    """Whether `sums_of_few` is for so many positions with a matrix."""
     return matrix.block == BLOCK and matrix.on_card and 0 < positions <= MOST_POSITIONS
 
 
 def sums_of_few(matrix: CudaZigzag, x: Tensor) -> Tensor:
     """The products of few positions: x float16 [S, columns] -> float32 [S, rows], times the matrix's `fp16_scale`."""
     positions = len(x)
-    tokens = next((size for size in TOKENS if positions <= size), TOKENS[-1])
-    parts = -(-positions // tokens)
+    tokens = next(size for size in TOKENS if positions <= size)
     bands = min(matrix.config.tile_bands, MOST_BANDS)
     pieces = matrix.blocks.shape[0] * matrix.config.tile_bands // bands
     at_once = blocks_at_once(_kernel(matrix, tokens), x.device, 128 * bands, _shared(bands, tokens))
     # Of one split's time: what a sum costs that is written and read once more.
     of_sum = 8 * positions * BAND_ROWS * pieces / (at_once * matrix.columns * zigzag.block_bytes(BLOCK))
     most = max(1, min(MOST_SPLITS, matrix.columns // (_STAGES * _COLUMNS)))
-    splits = min(range(1, most + 1), key=lambda n: -(-pieces * parts * n // at_once) / n + (n > 1) * n * of_sum)
+    splits = min(range(1, most + 1), key=lambda n: -(-pieces * n // at_once) / n + (n > 1) * n * of_sum)
     y = torch.empty(splits, positions, matrix.rows, device=x.device)
-    grouped_product(matrix, x, y, tokens=tokens, parts=parts)
+    grouped_product(matrix, x, y, tokens=tokens, parts=1)
     return y[0] if splits == 1 else y.sum(0)
 
 
