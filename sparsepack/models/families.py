@@ -181,7 +181,7 @@ def check_taken(command: str, family: Family, where: str) -> None:
     row = COMMANDS[command]
     if not family.has_row:
         covered = FAMILIES[family.model_type].covered if family.model_type in FAMILIES else {}
-        others = "".join(f" whose {name} is not {value}" for name, value in covered.items())
+        others = " or".join(f" whose {name} is not {value}" for name, value in covered.items())
         raise CheckpointError(
             f"{where}: {family.model_type} models{others} have no row, which {command} needs; calibrate, thresholds, "
             f"prune, trace and eval work with it. Expected one of {', '.join(taken_by(command))}"

@@ -93,7 +93,7 @@ _GEMMA4 = replace(
     k_eq_v="attention_k_eq_v",
     value_norm=True,
     layer_scalar="layer_scalar",
-    only=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    covered=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     mixes="enable_moe_block",
 )
 
@@ -160,5 +160,5 @@ FAMILIES = (
         multipliers=_multipliers_3,
     ),
     replace(_GEMMA4, mixture=_GEMMA4_MIXTURE),
-    replace(_GEMMA4, model_type="gemma4_unified_text", only=MappingProxyType({"num_kv_shared_layers": 0}), mixes=""),
+    replace(_GEMMA4, model_type="gemma4_unified_text", covered=MappingProxyType({"num_kv_shared_layers": 0}), mixes=""),
 )

@@ -7,12 +7,15 @@ from typing import Any
 import pytest
 import torch
 from models_for_tests import VOCABULARY, make_model
+from passes import by_a_stream, by_the_stock_model
 from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models.architecture import Architecture, check_numbers
 from sparsepack.models.blocks import Attention
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.families import check_taken
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.model import load_model
 from sparsepack.runtime.reference.products import route
 
@@ -108,11 +111,30 @@ def test_a_dense_mlp_that_is_no_number_of_experts_is_refused(tmp_path: Path) -> 
     "changes",
     [
         {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
-        {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            "hidden_size_per_layer_input": 16,
+            "vocab_size_per_layer_input": 512,
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "use_double_wide_mlp": True,
+        },
     ],
-    ids=["embeddings of each layer", "shared keys and values"],
+    ids=["embeddings of each layer", "shared keys and values, too"],
 )
-def test_what_nothing_computes_is_refused_in_one_line(tmp_path: Path, changes: dict[str, Any]) -> None:
-    folder = make_model(tmp_path / "m", "gemma4_text", **changes)
-    with pytest.raises(CheckpointError, match=f"{next(iter(changes))} is .*; expected 0, all that is computed here"):
-        open_checkpoint(folder)
+def test_what_blocks_are_given_beside_hidden_states_travels_with_these(
+    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", "gemma4_text", **changes))
+    assert "measured, not run by our engines" in capsys.readouterr().err
+    with pytest.raises(CheckpointError, match=r"whose hidden_size_per_layer_input is not 0 or whose num_kv_shared_"):
+        check_taken("pack", checkpoint.family, "m")
+    stock = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
+    expected, last = by_the_stock_model(stock, stock.model.layers, IDS)
+    stream = open_blocks(checkpoint)
+    found, _ = by_a_stream(stream, checkpoint.layers, IDS, watched=False)
+    hidden = [states[..., : checkpoint.config.hidden_size] for states in found]
+    assert all(torch.allclose(*pair, rtol=1e-4, atol=1e-4) for pair in zip(hidden, expected, strict=True))
+    assert torch.allclose(stream.finish(found[-1]), last, rtol=1e-4, atol=1e-4)
+    part = by_a_stream(open_blocks(checkpoint), checkpoint.layers, IDS[1:], watched=False)[0]
+    assert torch.allclose(part[-1], found[-1][1:], rtol=1e-4, atol=1e-4)
