@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import Attention
+from sparsepack.models.blocks import Attention, Latent
 from sparsepack.models.sparse_attention import SparseAttention, SparseFrom, TokenPolicy
 
 
@@ -72,6 +72,8 @@ class AttentionShape:
     query_scale               -- float32 [context]: what queries are multiplied by at each position; None: nothing
     value_dim                 -- channels of a head's values, behind which there are zeros. Caches of the cuda backend
                                  leave these out of what they return; 0: all of a head are values
+    latents                   -- those that caches of the cuda backend keep in place of keys and values; None: they keep
+                                 these
     """
 
     heads: int
@@ -90,6 +92,7 @@ class AttentionShape:
     query_scale: Tensor | None = None
     neighbours: bool = False
     value_dim: int = 0
+    latents: Latent | None = None
 
     @property
     def tables(self) -> tuple[tuple[Tensor, Tensor], ...]:

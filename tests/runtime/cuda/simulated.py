@@ -104,6 +104,8 @@ class SimulatedKernels(kernel_set.Kernels):
     norm_rows = staticmethod(between.norm_rows)
     norm_latents = staticmethod(between.norm_latents)
     join_latents = staticmethod(between.join_latents)
+    latent_queries = staticmethod(between.latent_queries)
+    latent_outputs = staticmethod(between.latent_outputs)
     norm_prefill_rows = staticmethod(between.norm_prefill_rows)
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     label_append = staticmethod(double_sparsity.label_append)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from sparsepack.models.blocks import Latent
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
+from sparsepack.runtime.cuda.attention.latents import LatentWeights
 from sparsepack.runtime.cuda.products import gemm_fp16 as dense
 from sparsepack.runtime.reference import attention as reference_attention
 from sparsepack.runtime.reference import products as reference
@@ -20,6 +21,12 @@ def attend(
     if flag_in_data:
         assert_written(qkv)
     shape, layer, keys, values = parameters.shape, parameters.layer, parameters.keys, parameters.values
+    if shape.latents is not None:
+        write(
+            out,
+            torch.stack([of_latents(parameters, *one) for one in enumerate(zip(qkv, positions.tolist(), strict=True))]),
+        )
+        return
     attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
         q, keys[n, :, here], values[n, :, here], gates = new_rows(parameters, qkv, n, here)
@@ -30,6 +37,52 @@ def attend(
         by_head = torch.unflatten(attended * gates, -1, (shape.heads, -1))
         attn_output[n] = by_head[..., : shape.value_dim or None].flatten()
     write(out, attn_output)
+
+
+def of_latents(parameters: AttentionParameters, n: int, new: tuple[Tensor, int]) -> Tensor:
+    """What attention gives of the cached latents of a sequence, and of a new row."""
+    shape, (row, here) = parameters.shape, new
+    assert shape.latents is not None
+    cos, sin = (of[n if len(of) > 1 else 0, here : here + 1] for of in parameters.table)
+    turned = reference_attention.rotate(row.view(shape.heads + 1, 1, -1), cos, sin, shape.neighbours)
+    parameters.keys[n, 0, here] = turned[-1, 0]
+    cached = parameters.keys[n, :, : here + 1].float()
+    seen = torch.ones(1, here + 1, dtype=torch.bool, device=row.device)
+    mixed = reference_attention.attention(turned[:-1], cached, cached, seen, shape.scale)[0]
+    return torch.unflatten(mixed, -1, (shape.heads, -1))[..., shape.latents.turning :].flatten()
+
+
+def latent_queries(
+    of: LatentWeights,
+    q: Tensor,
+    latents: Tensor,
+    turning: Tensor,
+    qkv: Tensor,
+    *,
+    active: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    if flag_in_data:
+        for each in (q, latents, turning):
+            assert_written(each)
+    heads, texts = len(of.keys), len(qkv)
+    plain, turned = torch.unflatten(q, -1, (heads, -1)).split([of.latent.plain, of.latent.turning], dim=-1)
+    absorbed = torch.einsum("bhp,hpr->bhr", plain, of.keys.float() * of.inverse)
+    rows = torch.cat([torch.cat([turned, absorbed], -1).view(texts, -1), turning, latents], -1)
+    write(qkv, rows)
+    if active is not None:
+        active += of.units
+
+
+def latent_outputs(of: LatentWeights, mixed: Tensor, out: Tensor, *, flag_in_data: bool = False) -> None:
+    if flag_in_data:
+        assert_written(mixed)
+    made = torch.einsum(
+        "bhr,hvr->bhv", torch.unflatten(mixed, -1, (len(of.values), -1)), of.values.float() * of.inverse
+    )
+    if of.bias is not None:
+        made = made + of.bias.view(len(of.values), -1)[:, of.latent.plain :]
+    write(out, made.flatten(1))
 
 
 def post_norm(

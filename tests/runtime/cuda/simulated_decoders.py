@@ -7,6 +7,7 @@ from backends import largest_difference
 from decoder_steps import steps
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.cuda.attention.latents import caches_latents
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.engine import Engine
 
@@ -25,13 +26,15 @@ def counts(reference: Engine, steps: int) -> dict[tuple[int, str], float]:
 
 
 def check_steps(packed: PackedModel) -> None:
-    """Steps, sparse and dense, compute and count what the reference does."""
+    """Steps, sparse and dense, compute and count what the reference does. Of cached latents weights are rounded to
+    float16."""
     engine, reference = decoder(packed), Engine(packed, backend="reference")
-    assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
+    bound = 2e-2 if caches_latents(packed) else 1e-3
+    assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < bound
     assert engine.active() == pytest.approx(counts(reference, len(IDS)))
     engine.reset()
     reference.dense = True
-    assert largest_difference(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < 1e-3
+    assert largest_difference(steps(engine, IDS, sparse=False), reference.teacher_forced(IDS.tolist(), 0)) < bound
     assert engine.active() == pytest.approx(counts(reference, len(IDS)))
 
 

@@ -66,6 +66,10 @@ VARIANTS = {
         ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1"),
         ("HEAD_DIM=512", "GQA_RATIO=8", "K_EQ_V=1", "FLAG_IN_DATA=1", "WARPS=4"),
         ("HEAD_DIM=192", "GQA_RATIO=1", "ROTARY_DIM=64", "NEIGHBOURS=1", "VALUE_DIM=128", "FLAG_IN_DATA=1"),
+        (
+            *("HEAD_DIM=576", "GQA_RATIO=4", "ROTARY_DIM=64", "NEIGHBOURS=1", "VALUE_DIM=512", "LATENTS=1", "WARPS=4"),
+            *("KV=1", "FLAG_IN_DATA=1"),
+        ),
     ],
     "double_sparsity": [
         (
@@ -87,6 +91,10 @@ VARIANTS = {
     ],
     "delta_prefill": DELTA_NETS,
     "short_conv": [("TAPS=3", "FLAG_IN_DATA=1"), ("TAPS=16", "FLAG_IN_DATA=0")],
+    "latent_products": [
+        ("PLAIN=192", "TURNING=64", "VALUE=256", "RANK=512", "FLAG_IN_DATA=1"),
+        ("PLAIN=10", "TURNING=6", "VALUE=12", "RANK=36", "FLAG_IN_DATA=0"),
+    ],
     "latent_heads": [
         ("PLAIN=192", "TURNING=64", "VALUE=256", "HEAD_DIM=256", "FLAG_IN_DATA=1"),
         ("PLAIN=10", "TURNING=6", "VALUE=12", "HEAD_DIM=16", "FLAG_IN_DATA=0"),

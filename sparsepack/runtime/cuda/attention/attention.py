@@ -28,6 +28,8 @@ PAIR_WORDS = 4
 
 MOST_GQA_RATIO = 16
 MOST_HEAD_DIM = 512
+MOST_LATENT_DIM, LATENT_GQA_RATIO = 640, 4
+"""Channels of a cached latent, and query heads that a block has of such a cache, at most."""
 FEWEST_POSITIONS = 64
 """A block has at least this many positions of the whole context."""
 
@@ -37,7 +39,8 @@ class Variant:
     """What the kernel is compiled for, and the sizes that follow. Its names are those of
     `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
     None: all; neighbours: whether they do in pairs of neighbours; gated: whether there are output gates; value_dim:
-    channels of values, 0: head_dim; k_eq_v: whether values are keys."""
+    channels of values, 0: head_dim; k_eq_v: whether values are keys; latents: whether there is one key head for all,
+    which has values, too."""
 
     head_dim: int
     gqa_ratio: int
@@ -50,6 +53,7 @@ class Variant:
     gated: bool = False
     value_dim: int = 0
     k_eq_v: bool = False
+    latents: bool = False
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -67,6 +71,8 @@ class Variant:
         }
         if self.value_dim not in (0, self.head_dim):
             values["VALUE_DIM"] = self.value_dim
+        if self.latents:
+            values["LATENTS"] = 1
         return tuple(f"{name}={value}" for name, value in values.items())
 
     @property
@@ -153,20 +159,32 @@ class AttentionParameters:
     def rows(self) -> int:
         """Rows of attn_in."""
         shape = self.shape
+        if shape.latents is not None:
+            return (shape.heads + 1) * shape.head_dim
         return ((1 + self.layer.gated) * shape.heads + (2 - self.layer.k_eq_v) * shape.kv_heads) * shape.head_dim
+
+    @property
+    def groups(self) -> int:
+        """Of query heads, each of which reads a key head by itself."""
+        heads = self.shape.heads
+        if self.shape.latents is None:
+            return self.shape.kv_heads
+        return heads // max(ratio for ratio in range(1, LATENT_GQA_RATIO + 1) if heads % ratio == 0)
 
     def __post_init__(self) -> None:
         shape, layer, keys = self.shape, self.layer, self.keys
-        heads, kv_heads = shape.heads, shape.kv_heads
-        if kv_heads < 1 or heads % kv_heads or not kv_heads <= heads <= MOST_GQA_RATIO * kv_heads:
+        heads, kv_heads, most = shape.heads, shape.kv_heads, MOST_HEAD_DIM if shape.latents is None else MOST_LATENT_DIM
+        if shape.latents is None and (
+            kv_heads < 1 or heads % kv_heads or not kv_heads <= heads <= MOST_GQA_RATIO * kv_heads
+        ):
             raise ValueError(f"heads: {heads} with {kv_heads} key heads, expected 1 to {MOST_GQA_RATIO} times as many")
         if keys.dim() != 4 or keys.dtype not in KV_MACROS:
             raise ValueError(
                 f"keys: {_described(keys)}, expected bfloat16, float16 or float32 [B, kv_heads, context, D]"
             )
         batch, _, context, head_dim = keys.shape
-        if head_dim % 2 or not 2 <= head_dim <= MOST_HEAD_DIM:
-            raise ValueError(f"keys: head dimension {head_dim}, expected an even number up to {MOST_HEAD_DIM}")
+        if head_dim % 2 or not 2 <= head_dim <= most:
+            raise ValueError(f"keys: head dimension {head_dim}, expected an even number up to {most}")
         if layer.window < 0:
             raise ValueError(f"window: {layer.window}, expected 0 (no limit) or more")
         if shape.context < context:
@@ -191,14 +209,14 @@ class AttentionParameters:
     @cached_property
     def variant(self) -> Variant:
         """The variant of the kernel for this attention, with as many stages as the GPU's shared memory has room for."""
-        of = self.shape.head_dim, self.shape.heads // self.shape.kv_heads, self.keys.dtype
+        of = self.shape.head_dim, self.shape.heads // self.groups, self.keys.dtype
         warps = 8 if of[0] * of[1] <= 2048 else 4  # their sums, [warps, gqa_ratio, head_dim], stay within 64 KB
 
         cos, _ = self.table
         variant = partial(Variant, *of, warps=warps, capped=self.shape.cap > 0, gated=self.layer.gated)
         variant = partial(variant, k_eq_v=self.layer.k_eq_v)
         variant = partial(variant, rotary_dim=2 * cos.shape[-1], neighbours=self.shape.neighbours)
-        variant = partial(variant, value_dim=self.shape.value_dim)
+        variant = partial(variant, value_dim=self.shape.value_dim, latents=self.shape.latents is not None)
 
         def needed(stages: int) -> int:
             return variant(stages=stages).shared_bytes
@@ -245,8 +263,8 @@ def attend(
 
     Raises `ValueError` naming the argument that does not fit.
     """
-    shape, layer, keys = parameters.shape, parameters.layer, parameters.keys
-    batch, kv_heads, context, head_dim = keys.shape
+    shape, layer, keys, kv_heads = parameters.shape, parameters.layer, parameters.keys, parameters.groups
+    batch, _, context, head_dim = keys.shape
     _check("qkv", qkv, keys, torch.float32, (batch, parameters.rows))
     _check("positions", positions, keys, torch.int32, (batch,))
     _check(

@@ -13,6 +13,7 @@ from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.runtime.cuda.attention.attention import (
     MOST_GQA_RATIO,
     MOST_HEAD_DIM,
+    MOST_LATENT_DIM,
     AttentionParameters,
     attention_parameters,
 )
@@ -21,6 +22,7 @@ from sparsepack.runtime.cuda.driver.device import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
+from sparsepack.runtime.reference.attention import rotate
 
 CACHE_TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
 """The types of cached keys and values stand under the names that benchmarks print."""
@@ -178,12 +180,72 @@ def torch_type(type: str) -> torch.dtype:
 
 def _check_heads(shape: AttentionShape) -> None:
     for kv_heads, head_dim in {shape.heads_of(layer) for layer in range(len(shape.layers))}:
-        ratio = shape.heads / kv_heads
-        if ratio > MOST_GQA_RATIO or head_dim > MOST_HEAD_DIM or head_dim % 2:
+        ratio = 1 if shape.latents is not None else shape.heads / kv_heads
+        most = MOST_HEAD_DIM if shape.latents is None else MOST_LATENT_DIM
+        if ratio > MOST_GQA_RATIO or head_dim > most or head_dim % 2:
             raise UserError(
                 f"a model with heads of {head_dim} channels, {ratio:g} for each key head: the cuda backend "
                 f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GQA_RATIO}; use the reference backend"
             )
+
+
+class CudaLatentKvCache(CudaDenseKvCache):
+    """See `CudaKvCache`. Of each position a row is kept that all heads read: the part of keys that turns, turned, then
+    the latent, which is values, too (`kernels/attention/attention.cu`). Steps take queries that attn_kv_b is multiplied
+    into, and give latents.
+
+    Prompts attend by whole keys and values, which `attend_prompt` takes, and which last until it returns.
+
+    shape -- of the whole keys and values, with latents
+    """
+
+    def __init__(self, shape: AttentionShape, type: str, device: torch.device, kernels: Kernels = KERNELS) -> None:
+        latent = shape.latents
+        if latent is None:
+            raise ValueError("the shape has no latents")
+        self._whole, self._latent = replace(shape, latents=None, sequences=1), latent
+        width = latent.turning + latent.kv_rank
+        one = replace(shape, kv_heads=1, head_dim=width, value_dim=latent.kv_rank, scale=shape.score_scale)
+        super().__init__(one, type, device, kernels)
+
+    def append_latents(self, layer: int, latents: Tensor, turning: Tensor, sequence: int) -> None:
+        """Put the positions after a sequence's last behind those that are cached: float32 [S, kv_rank], normed, and [S,
+        turning]. Counts nothing."""
+        of, first = self._layers[layer], self.lengths[sequence]
+        new = slice(first, first + len(latents))
+        cos, sin = (table[0, new] for table in of.table)
+        rows = of.keys[sequence, 0, new]
+        rows[:, : self._latent.turning] = rotate(turning[None], cos, sin, self._whole.neighbours)[0]
+        rows[:, self._latent.turning :] = latents
+
+    def latents(self, layer: int, sequence: int) -> tuple[Tensor, Tensor]:
+        """What is cached of a sequence: float32 [length, kv_rank] and, turned, [length, turning]."""
+        rows = self._layers[layer].keys[sequence, 0, : self.lengths[sequence]].float()
+        turning, latents = torch.split(rows, [self._latent.turning, self._latent.kv_rank], dim=1)
+        return latents.contiguous(), turning.contiguous()
+
+    def attend_prompt(self, layer: int, qkv: Product, before: Tensor | None, sequence: int) -> Tensor:
+        """Attention of the positions after a sequence's last: float32 [S, heads * value].
+
+        qkv    -- [S, 3 * heads * head_dim], as `split_heads` takes them
+        before -- float32 [length, 3 * heads * head_dim]: likewise of what is cached, keys turned; None: nothing is
+        """
+        shape, first, dtype = self._whole, self.lengths[sequence], self._layers[layer].keys.dtype
+        extent = (1, shape.kv_heads, first + len(qkv.sums), shape.head_dim)
+        keys, values = (torch.zeros(extent, dtype=dtype, device=qkv.sums.device) for _ in range(2))
+        if before is not None:
+            _, *parts = before.view(first, 3, shape.kv_heads, shape.head_dim).unbind(1)
+            for cached, part in zip((keys, values), parts, strict=True):
+                cached[0, :, :first] = part.transpose(0, 1)
+        of = AttentionParameters(shape, shape.layers[layer], keys, values)
+        return self._prefill(self._kernels.split_heads(of, qkv, first), keys[0], values[0], first, of)
+
+    def _new_keys_values(
+        self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        extent = (shape.sequences, 1, shape.context, shape.head_dim)
+        rows = [torch.zeros(extent, dtype=dtype, device=device) for _ in shape.layers]
+        return rows, rows
 
 
 class CudaDoubleSparsityKvCache(CudaDenseKvCache):
@@ -338,6 +400,8 @@ def new_cache(
 
     Raises `UserError` as the caches do.
     """
+    if shape.latents is not None:
+        return CudaLatentKvCache(shape, type, device, kernels)
     if offload:
         return OffloadedKvCache(shape, type, device, kernels)
     if shape.policy is None:

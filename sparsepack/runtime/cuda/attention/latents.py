@@ -1,14 +1,117 @@
 """Attention by latents (MLA) on the GPU: what stands between its products and the heads that attend
-(`kernels/attention/latent_heads.cu`). Keys and values are cached whole."""
+(`kernels/attention/latent_heads.cu`), and, where latents are cached, what attn_kv_b is multiplied into
+(`kernels/attention/latent_products.cu`)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from sparsepack.formats.packed import PackedModel
 from sparsepack.models.blocks import Latent
+from sparsepack.runtime.cuda.attention.attention import MOST_LATENT_DIM
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
-from sparsepack.runtime.cuda.products.gemm_fp16 import Product
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 
 THREADS = 256
+COLUMNS, WARPS = 64, 8
+"""A block of `latent_queries` has so many columns, one of `latent_outputs` so many rows, a warp each."""
+
+
+def caches_latents(packed: PackedModel) -> bool:
+    """Whether a model's steps can read latents: attn_kv_b is dense, since what is skipped of it would be another part
+    for every cached token, and a row is one that the kernel knows."""
+    a, sites = packed.architecture, [layer.attention.get("attn_kv_b") for layer in packed.layers]
+    if a.latent is None or a.long_texts is not None:
+        return False
+    width = a.latent.kv_rank + a.latent.turning
+    return width % 2 == 0 and width <= MOST_LATENT_DIM and all(site is not None and site.rule is None for site in sites)
+
+
+@dataclass(frozen=True)
+class LatentWeights:
+    """attn_kv_b of a block, as steps that read latents multiply with it.
+
+    keys, values -- float16 [heads, plain, kv_rank] and [heads, value, kv_rank], times a power of two
+    inverse      -- undoes that
+    bias         -- float32 [heads * (plain + value)]; None: there is none. That of keys adds the same to all scores
+    units        -- what a step reads, as `PackedMatrix.units` has it
+    """
+
+    latent: Latent
+    keys: Tensor
+    values: Tensor
+    inverse: float
+    bias: Tensor | None
+    units: int
+
+    @property
+    def defines(self) -> tuple[str, ...]:
+        of = self.latent
+        return (f"PLAIN={of.plain}", f"TURNING={of.turning}", f"VALUE={of.value}", f"RANK={of.kv_rank}")
+
+
+def latent_weights(
+    of: Latent,
+    heads: int,
+    multiply: Callable[[ScaledFp16], Product],
+    bias: Tensor | None,
+    units: int,
+    device: torch.device,
+) -> LatentWeights:
+    """The weights of attn_kv_b, rounded to float16. multiply -- the product with it"""
+    one = torch.eye(of.kv_rank, dtype=torch.float16, device=device)
+    product = multiply(ScaledFp16(one, torch.ones(len(one), device=one.device)))
+    weights = product.sums.t().half().view(heads, of.plain + of.value, of.kv_rank)
+    keys, values = (part.contiguous() for part in torch.split(weights, [of.plain, of.value], dim=1))
+    return LatentWeights(of, keys, values, product.inverse, bias, units)
+
+
+def latent_queries(
+    of: LatentWeights,
+    q: Tensor,
+    latents: Tensor,
+    turning: Tensor,
+    qkv: Tensor,
+    *,
+    active: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    """Put queries of cached latents, and the new row of the cache, on the current stream.
+
+    q            -- float32 [B, heads * (plain + turning)]
+    latents      -- float32 [B, kv_rank], normed; turning: [B, turning]
+    qkv          -- float32 [B, (heads + 1) * (turning + kv_rank)]
+    active       -- int64 []: the units that are read are added
+    flag_in_data -- these are in words of `driver/memory.py`, of one sequence: read as soon as they are stored; qkv may
+                    be read so in any case
+    """
+    heads, rank = len(of.keys), of.latent.kv_rank
+    defines = (*of.defines, f"FLAG_IN_DATA={int(flag_in_data)}")
+    launch(
+        kernel("latent_products", "latent_queries", defines, qkv.device.index or 0),
+        (-(-rank // COLUMNS), heads + 1, len(qkv)),
+        THREADS,
+        *(of.keys, of.inverse, q, latents, turning, of.units, active, qkv),
+    )
+
+
+def latent_outputs(of: LatentWeights, mixed: Tensor, out: Tensor, *, flag_in_data: bool = False) -> None:
+    """Put the values of what attention gives of latents on the current stream.
+
+    mixed        -- float32 [B, heads * kv_rank]
+    out          -- float32 [B, heads * value]
+    flag_in_data -- mixed is in words of `driver/memory.py`: read as soon as it is stored; out may be read so in any
+                    case
+    """
+    defines = (*of.defines, f"FLAG_IN_DATA={int(flag_in_data)}")
+    launch(
+        kernel("latent_products", "latent_outputs", defines, out.device.index or 0),
+        (-(-of.latent.value // WARPS), len(of.values), len(out)),
+        THREADS,
+        *(of.values, of.inverse, of.bias, mixed, out),
+    )
 
 
 def join_latents(

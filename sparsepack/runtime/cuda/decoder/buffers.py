@@ -23,8 +23,8 @@ class LatentBuffers:
 
     normed  -- the rows of attn_in, latents normed
     queries -- what attn_q_b makes of its latents; None: these are the first rows of attn_in
-    kv      -- what attn_kv_b makes of its latents
-    qkv     -- queries, keys and values of all heads, which attention takes
+    kv      -- what attn_kv_b makes of its latents; where these are cached, the latents that attention gives
+    qkv     -- queries, keys and values of all heads, which attention takes, or queries of latents and the new row
     """
 
     normed: Tensor
@@ -252,6 +252,8 @@ def _latent_widths(model: CudaModel) -> list[int]:
         return []
     heads, rows = model.architecture.heads, _rows(model)
     queries = [heads * of.query] if of.q_rank else []
+    if model.layers[0].latents is not None:
+        return [rows, *queries, heads * of.kv_rank, (heads + 1) * (of.turning + of.kv_rank)]
     return [rows, *queries, heads * (of.plain + of.value), 3 * heads * of.head_dim]
 
 

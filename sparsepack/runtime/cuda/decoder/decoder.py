@@ -16,6 +16,7 @@ from sparsepack.models.blocks import DeltaNet, ShortConv
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
+from sparsepack.runtime.cuda.attention.latents import caches_latents
 from sparsepack.runtime.cuda.attention.states import Mixer, States
 from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, count_active, state_parts
 from sparsepack.runtime.cuda.decoder.model import load_model
@@ -75,6 +76,8 @@ class CudaDecoder:
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = attention_of(packed, context, self._device, sequences)
+            if caches_latents(packed):
+                attention = replace(attention, latents=packed.architecture.latent)
             self._cache = new_cache(attention, cache_type, self._device, kernels)
             self._model = load_model(packed, self._device, kernels, plan, cpu_gpu)
             self._states = _states_of(packed, sequences, self._device, kernels)

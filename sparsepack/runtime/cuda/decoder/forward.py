@@ -19,7 +19,7 @@ from torch.nn.attention import sdpa_kernel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.blocks import LATENT_EPS, Attention
 from sparsepack.runtime.cuda.attention.attention import BACKENDS
-from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
+from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, CudaLatentKvCache
 from sparsepack.runtime.cuda.attention.latents import latent_parts, of_ones
 from sparsepack.runtime.cuda.attention.states import States
 from sparsepack.runtime.cuda.decoder.buffers import (
@@ -126,9 +126,13 @@ class Step:
             yield partial(self._kernels.norm_rows, qkv, layer.row_norms, eps, normed, flag_in_data=of.flag_in_data)
             qkv = normed
         if of.latent is not None:
-            yield from self._latents(layer, of, of.latent, product)
+            yield from self._latents(layer, of, of.latent, product, self._active(number, "attn_kv_b"))
             qkv = of.latent.qkv.view(sequences, -1)
-        if mixer is None:
+        if layer.latents is not None and of.latent is not None:
+            mixed = of.latent.kv.view(sequences, -1)
+            yield partial(cache.step, self._cached[number], qkv, sparse, mixed, flag_in_data)
+            yield partial(self._kernels.latent_outputs, layer.latents, mixed, attn_output, flag_in_data=of.flag_in_data)
+        elif mixer is None:
             yield partial(cache.step, self._cached[number], qkv, sparse, attn_output, flag_in_data)
         else:
             positions, flagged = cache.positions.there, of.flag_in_data
@@ -161,7 +165,7 @@ class Step:
         yield partial(launch, scale=layer.scalar)
 
     def _latents(
-        self, layer: CudaLayer, of: Buffers, to: LatentBuffers, product: Callable[..., Launch]
+        self, layer: CudaLayer, of: Buffers, to: LatentBuffers, product: Callable[..., Launch], active: Tensor
     ) -> Iterator[Launch]:
         """The kernels that make queries, keys and values of what attn_in leaves."""
         a, norms, count, flag = self._model.architecture, layer.latent_norms, len(self.ids), of.flag_in_data
@@ -175,6 +179,10 @@ class Step:
             x = Input(q if self._together else q[0], flag_in_data=flag)
             yield product("attn_q_b", layer.attention["attn_q_b"], x, to.queries)
             q = to.queries.view(count, -1)
+        if layer.latents is not None:
+            queries = partial(self._kernels.latent_queries, layer.latents, q, kv, turning, to.qkv.view(count, -1))
+            yield partial(queries, active=active, flag_in_data=flag)
+            return
         x = Input(kv if self._together else kv[0], flag_in_data=flag)
         yield product("attn_kv_b", layer.attention["attn_kv_b"], x, to.kv)
         join = partial(
@@ -381,15 +389,20 @@ class Prefill:
         if layer.row_norms is not None:
             qkv = self._kernels.norm_prefill_rows(qkv, layer.row_norms, self._model.architecture.norm_eps)
         if layer.latent_norms is not None:
-            qkv = self._latents(layer, layer.latent_norms, qkv)
+            latents = self._latents(layer, layer.latent_norms, qkv)
+            if isinstance(self._cache, CudaLatentKvCache):
+                return self._latent_prompt(layer, self._cache, self._cached[number], latents, sequence)
+            qkv = of_ones(self._heads(layer, *latents))
         cached, mixer = self._cached[number], self._model.architecture.blocks[number].mixer
         q = self._cache.append(cached, qkv, sequence)
         attended = self._cache.attend(cached, q, sequence)
         gated = isinstance(mixer, Attention) and mixer.gated
         return attended * _gates(qkv, self._model.architecture) if gated else attended
 
-    def _latents(self, layer: CudaLayer, norms: tuple[Tensor | None, Tensor], rows: Product) -> Product:
-        """Queries, keys and values of what attn_in gives."""
+    def _latents(
+        self, layer: CudaLayer, norms: tuple[Tensor | None, Tensor], rows: Product
+    ) -> tuple[Product, Tensor, Tensor]:
+        """Queries, latents of keys and values, normed, and the part of keys that turns, of what attn_in gives."""
         a, kernels, count = self._model.architecture, self._kernels, len(rows.sums)
         assert a.latent is not None
         normed = torch.empty_like(rows.sums)
@@ -398,10 +411,33 @@ class Prefill:
         queries = of_ones(q)
         if "attn_q_b" in layer.attention:
             queries = self._product(layer, "attn_q_b", kernels.to_scaled_fp16(q))
-        heads = self._product(layer, "attn_kv_b", kernels.to_scaled_fp16(kv))
-        qkv = torch.empty(count, 3 * a.heads * a.head_dim, device=rows.sums.device)
-        kernels.join_latents(a.latent, a.heads, queries, heads, turning, qkv)
-        return of_ones(qkv)
+        return queries, kv, turning
+
+    def _heads(self, layer: CudaLayer, queries: Product, latents: Tensor, turning: Tensor) -> Tensor:
+        """Queries, keys and values of all heads: float32 [S, 3 * heads * head_dim]."""
+        a = self._model.architecture
+        assert a.latent is not None
+        of_kv = self._product(layer, "attn_kv_b", self._kernels.to_scaled_fp16(latents))
+        qkv = torch.empty(len(latents), 3 * a.heads * a.head_dim, device=latents.device)
+        self._kernels.join_latents(a.latent, a.heads, queries, of_kv, turning, qkv)
+        return qkv
+
+    def _latent_prompt(
+        self,
+        layer: CudaLayer,
+        cache: CudaLatentKvCache,
+        number: int,
+        latents: tuple[Product, Tensor, Tensor],
+        sequence: int,
+    ) -> Tensor:
+        """Append latents, and attend by the keys and values that attn_kv_b makes of all of them."""
+        before = None
+        if cache.lengths[sequence]:
+            cached, turned = cache.latents(number, sequence)
+            none = of_ones(latents[0].sums.new_zeros(len(cached), latents[0].sums.shape[1]))
+            before = self._heads(layer, none, cached, turned)
+        cache.append_latents(number, *latents[1:], sequence)
+        return cache.attend_prompt(number, of_ones(self._heads(layer, *latents)), before, sequence)
 
     def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""

@@ -2,16 +2,18 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS
+from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS, Latent
 from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
+from sparsepack.runtime.cuda.attention.latents import LatentWeights, caches_latents, latent_weights
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, ExpertMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
@@ -39,6 +41,7 @@ class CudaLayer:
                     are no latents
     scalar     -- what all that leaves the block is multiplied by; 1 where nothing is normed before it is added
     expert_norms -- the norms of what the chosen experts make, and of what the shared ones make; None: there are none
+    latents    -- attn_kv_b as steps multiply with it where latents are cached; None: keys and values are
     """
 
     attention: Mapping[str, CudaSite]
@@ -53,6 +56,7 @@ class CudaLayer:
     latent_norms: tuple[Tensor | None, Tensor] | None = None
     scalar: float = 1.0
     expert_norms: tuple[Tensor, Tensor] | None = None
+    latents: LatentWeights | None = None
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def load_model(
         expert_norms = norms(*EXPERT_NORMS)
         if expert_norms is not None and isinstance(mlp, ExpertMlp):
             mlp = replace(mlp, norms=expert_norms, eps=float(packed.architecture.norm_eps))
-        return CudaLayer(
+        found = CudaLayer(
             attention,
             mlp,
             *before,
@@ -164,7 +168,14 @@ def load_model(
             1.0 if of.scalar is None else float(of.scalar),
             expert_norms,
         )
+        return found if latent is None else replace(found, latents=weights_of(latent, of, attention["attn_kv_b"]))
 
+    def weights_of(latent: Latent, of: PackedLayer, site: CudaSite) -> LatentWeights:
+        multiply = partial(kernels.multiply, site.matrix, scratch=kernels.new_scratch([site.matrix], device))
+        units = of.attention["attn_kv_b"].matrix.units
+        return latent_weights(latent, packed.architecture.heads, multiply, site.dense.bias, units, device)
+
+    latent = packed.architecture.latent if caches_latents(packed) else None
     latent_sites = [name for name in LATENT_SITES if name in packed.layers[0].attention]
     tied, output_bias = packed.output is packed.embedding, packed.scaled_output_norm_bias
     output_here = plan is None or plan.output

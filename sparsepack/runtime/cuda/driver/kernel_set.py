@@ -88,6 +88,8 @@ class Kernels:
     norm_rows = staticmethod(dense.norm_rows)
     norm_latents = staticmethod(dense.norm_latents)
     join_latents = staticmethod(latents.join_latents)
+    latent_queries = staticmethod(latents.latent_queries)
+    latent_outputs = staticmethod(latents.latent_outputs)
     route = staticmethod(experts.route)
     expert_blocks = staticmethod(experts.blocks)
     multiply_experts = staticmethod(experts.multiply_experts)

@@ -76,8 +76,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     const long long sequence = (long long)b * kv_heads + kv_head;
     cos += (long long)b * rope_stride, sin += (long long)b * rope_stride;
-    keys += sequence * context * HEAD_DIM;
-    values += sequence * context * HEAD_DIM;
+    const long long of_cache = LATENTS ? b : sequence;
+    keys += of_cache * context * HEAD_DIM;
+    values += of_cache * context * HEAD_DIM;
 
     int position = min(max(early_position, 0), context - 1);  // within the context whatever is there
 #if AHEAD
@@ -152,7 +153,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             } else {
                 const CacheType stored = to_cache_type(x);
                 in_shared[c] = stored;
-                if (c < HEAD_DIM) cached[c] = stored;
+                if (c < HEAD_DIM && (!LATENTS || (task == GQA_RATIO && kv_head == 0))) cached[c] = stored;
             }
         };
 #pragma unroll

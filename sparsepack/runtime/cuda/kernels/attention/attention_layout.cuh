@@ -12,8 +12,9 @@
 //         attention; llama.cpp's gqa_ratio); that of cache_type.cuh; WARPS; STAGES of the pipeline (CUTLASS's word,
 //         too); ROTARY_DIM, NEIGHBOURS: rotary.cuh; CAPPED 1: scores have a soft cap; OUTPUT_GATES 1: a row of gates
 //         lies behind each row of queries, by whose sigmoid the result is multiplied; VALUE_DIM: so many channels of a
-//         head's result are left, values have zeros behind them; K_EQ_V 1: no values come in,
-//         they are the keys before norm and rotation; AHEAD 1: bring the first rows to the L2 cache before the kernel may
+//         head's result are left, values have zeros behind them; K_EQ_V 1: no values come in, they are the keys before norm
+//         and rotation; LATENTS 1: there is one key head, which all query heads read, kv_heads groups of GQA_RATIO, and its
+//         channels behind ROTARY_DIM are the values; AHEAD 1: bring the first rows to the L2 cache before the kernel may
 //         begin; FLAG_IN_DATA 1: q, k and v are read as soon as they are written (common/flag_in_data.cuh), not when the
 //         kernel before has ended
 
@@ -28,6 +29,9 @@
 
 #ifndef VALUE_DIM
 #define VALUE_DIM HEAD_DIM
+#endif
+#ifndef LATENTS
+#define LATENTS 0
 #endif
 #ifndef CAPPED
 #define CAPPED 0

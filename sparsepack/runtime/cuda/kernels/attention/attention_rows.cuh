@@ -59,20 +59,23 @@ __device__ __forceinline__ void load_cached(const u8* at, float* x) {
 }
 
 // The rows of HEAD_DIM numbers that are new of a sequence: of each query head its queries, where OUTPUT_GATES then its
-// gates; then keys, then values, which with K_EQ_V are the keys.
+// gates; then keys, then values, which with K_EQ_V are the keys. Where LATENTS, keys are one row, and values the
+// same.
 struct NewRows {
     static constexpr int QUERY_ROWS = OUTPUT_GATES ? 2 : 1;
     const float* first;  // of the sequence
     int kv_heads, kv_head;
 
     __device__ __forceinline__ NewRows(const float* qkv, int sequence, int kv_heads, int kv_head)
-        : first(qkv + (long long)sequence * (QUERY_ROWS * GQA_RATIO + 2 - K_EQ_V) * kv_heads * HEAD_DIM),
+        : first(qkv + (long long)sequence *
+                          (QUERY_ROWS * GQA_RATIO * kv_heads + (LATENTS ? 1 : (2 - K_EQ_V) * kv_heads)) * HEAD_DIM),
           kv_heads(kv_heads),
           kv_head(kv_head) {}
     // Of the key head the queries 0 .. GQA_RATIO - 1, its key GQA_RATIO, its value GQA_RATIO + 1.
     __device__ __forceinline__ const float* row(int task) const {
         const int of_key_head = K_EQ_V ? min(task, GQA_RATIO) : task;
         const int number = task < GQA_RATIO ? (kv_head * GQA_RATIO + task) * QUERY_ROWS
+                           : LATENTS        ? GQA_RATIO * kv_heads
                                             : ((QUERY_ROWS - 1) * GQA_RATIO + of_key_head) * kv_heads + kv_head;
         return first + (long long)number * HEAD_DIM;
     }

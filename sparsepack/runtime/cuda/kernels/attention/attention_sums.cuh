@@ -82,10 +82,10 @@ struct PartialOutput {
             const float* gate = gates + pair / HALF * 2 * HEAD_DIM + pair % HALF * 2;
             first *= sigmoid(load_l2(gate)), second *= sigmoid(load_l2(gate + 1));
         }
-        const int c = pair % HALF * 2;
+        const int c = pair % HALF * 2 - (LATENTS ? ROTARY_DIM : 0);
         if (VALUE_DIM < HEAD_DIM) out += pair / HALF * VALUE_DIM + c - 2 * pair;
-        if (VALUE_DIM == HEAD_DIM || c < VALUE_DIM) ll_store(out + 2 * pair, first);
-        if (VALUE_DIM == HEAD_DIM || c + 1 < VALUE_DIM) ll_store(out + 2 * pair + 1, second);
+        if (VALUE_DIM == HEAD_DIM || (c >= 0 && c < VALUE_DIM)) ll_store(out + 2 * pair, first);
+        if (VALUE_DIM == HEAD_DIM || (c >= 0 && c + 1 < VALUE_DIM)) ll_store(out + 2 * pair + 1, second);
     }
 };
 
