@@ -79,7 +79,8 @@ class CudaModel:
     def per_sequence(self) -> Collection[tuple[int, str]]:
         """The units of each text of a step are counted of these layers, and of `names`."""
         layers = [number for number, layer in enumerate(self.layers) if layer.mlp.per_sequence]
-        return {(layer, name) for layer in layers for name in self.names[len(ATTENTION_SITES) :]}
+        of_attention = {*ATTENTION_SITES, *LATENT_SITES}
+        return {(layer, name) for layer in layers for name in self.names if name not in of_attention}
 
     @property
     def post_norms(self) -> bool:
