@@ -140,11 +140,19 @@ def test_rows_that_begin_anywhere(device: str) -> None:
 @on_gpu
 @pytest.mark.parametrize(("bands", "gate"), [(1, False), *((n, gate) for n in (2, 4, 8) for gate in (False, True))])
 @pytest.mark.parametrize("shape", [(512, 64), (2560, 1280), (3072, 97)])
+@pytest.mark.parametrize(("positions", "bound"), [(50, 6e-4), (80, 4e-4)])
 def test_products_come_within_the_rounding_of_float16(
-    device: str, shape: tuple[int, int], bands: int, gate: bool, monkeypatch: pytest.MonkeyPatch
+    device: str,
+    positions: int,
+    bound: float,
+    shape: tuple[int, int],
+    bands: int,
+    gate: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """Of few positions scales are rounded, too."""
     stored = packed(*shape)
-    x, bias = normal(50, shape[1], seed=1), normal(shape[0], seed=2)
+    x, bias = normal(positions, shape[1], seed=1), normal(shape[0], seed=2)
     expected = x.double() @ decode_matrix(stored).double().T + bias
     matrix = zigzag.load_zigzag(stored, device, CudaTileConfig(bands, 8, 8, 1), gate=gate)
     torch.cuda.synchronize()
@@ -154,7 +162,7 @@ def test_products_come_within_the_rounding_of_float16(
         assert scratch.nbytes <= room
         y = torch.zeros(len(x), shape[0], device=device)
         add(y, multiply(matrix, to_scaled_fp16(x.to(device)), scratch, bias.to(device)))
-        assert (y.cpu() - expected).norm() < 4e-4 * expected.norm()
+        assert (y.cpu() - expected).norm() < bound * expected.norm()
 
 
 @on_gpu

@@ -90,7 +90,7 @@ def test_products_of_first_bands(tile_bands: int, columns: int, dense: bool) -> 
 
 
 def test_products_of_prefill() -> None:
-    x = to_scaled_fp16(normal(50, 1280, seed=1).to(CUDA))
+    x = to_scaled_fp16(normal(80, 1280, seed=1).to(CUDA))  # fewer are multiplied otherwise on the card
     sums = [multiply(m, x, new_scratch([m], CUDA)).sums.cpu() for m in both((1536, 1280))]
     assert torch.equal(*sums)
 
