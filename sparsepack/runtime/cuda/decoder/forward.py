@@ -275,8 +275,9 @@ class _FilledUp:
 
 class Prefill:
     """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
-    and weights in float16 take at most so many bytes (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a
-    sixteenth of what all of these take where that is more), which are kept.
+    of a mixture 4 bytes * (3 * width + hidden) for each of its experts. Weights in float16 take at most so many bytes
+    (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a sixteenth of what all of these take where that is
+    more), which are kept.
 
     record -- whether short prompts are recorded, whose memory is kept, too
     """
