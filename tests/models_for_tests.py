@@ -254,6 +254,20 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "routed_scaling_factor": 1.5,
     },
     "glm4_moe_lite": {**LATENTS, "n_shared_experts": 1, "v_head_dim": 96},
+    "nemotron_h": {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"],
+        "head_dim": 64,
+        "mamba_num_heads": 8,
+        "mamba_head_dim": 32,
+        "n_groups": 2,
+        "ssm_state_size": 32,
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 512,
+        "n_routed_experts": 8,
+        "num_experts_per_tok": 2,
+    },
     "lfm2_moe": {
         "num_key_value_heads": 2,
         "num_hidden_layers": 3,
@@ -421,7 +435,8 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
     }
     if values["num_hidden_layers"] == 1 and family in EXPERTS:  # and so has experts
         dense = row(family).dense_mlps
-        values |= {} if dense is None else {dense.key: dense.setting(False)}
+        values |= {} if dense is None or family == "nemotron_h" else {dense.key: dense.setting(False)}
+        values |= {"layers_block_type": ["moe"]} if family == "nemotron_h" else {}
         values |= {"layer_types": ["full_attention"]} if values.get("layer_types") else {}
     if family == "granitemoehybrid":
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]

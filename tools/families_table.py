@@ -69,6 +69,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Arcee (AFM-4.5B)": ("arcee", {}),
     "LFM2": ("lfm2", {"layer_types": ["conv", "full_attention"], "num_hidden_layers": 2}),
     "Nemotron-4, Minitron": ("nemotron", {"num_key_value_heads": 8}),
+    "Nemotron-H, Nemotron 3 Nano": ("nemotron_h", {}),
     "Mixtral": ("mixtral", {}),
     "Qwen3-MoE": ("qwen3_moe", {}),
     "Qwen2-MoE": ("qwen2_moe", {}),

@@ -154,7 +154,7 @@ def _manifest(
         "sparsepack": __version__,
         **made_from(checkpoint, text, options.device, computed_in(checkpoint, options), batch, sha256),
         "attention": heads_of(checkpoint),
-        **({} if checkpoint.family.has_row else {"sites": sites_of(checkpoint)}),
+        **({} if checkpoint.family.uniform else {"sites": sites_of(checkpoint)}),
         "residual": residual_of(checkpoint),
         "tokens": {
             "windows": count,
@@ -179,7 +179,7 @@ def computed_in(checkpoint: Checkpoint, options: CalibrateOptions) -> torch.dtyp
 def _run(checkpoint: Checkpoint, windows: torch.Tensor, options: CalibrateOptions, shard: Shard) -> list[Statistics]:
     """The statistics of all blocks at the first worker; elsewhere none. windows: int64 [N, S]"""
     stream = open_blocks(checkpoint, options.device, computed_in(checkpoint, options))
-    sites = [None] * checkpoint.layers if checkpoint.family.has_row else sites_of(checkpoint)
+    sites = [None] * checkpoint.layers if checkpoint.family.uniform else sites_of(checkpoint)
     attend = attention_layers(checkpoint.config)
     layers = [
         collectors.of_block(layer, shard.block(layer), layer in attend, sites[layer]) if shard.first else {}

@@ -186,7 +186,7 @@ def _table(
         weights={(layer, site): checkpoint.token_weights(site, layer) for layer, site in rules},
         sparse_sites=frozenset(sites),
         of_bases=len(checkpoint.bases) * int(checkpoint.config.hidden_size) ** 2,
-        has_row=checkpoint.family.has_row,
+        has_row=checkpoint.family.uniform,
     )
 
 
@@ -219,7 +219,7 @@ def _chooser(
         chooser: Chooser = module.chooser(calibration, options, weights, shard.each, carried)
         return chooser
     if row.name in state.parts:
-        found = rules_of_json(state.parts[row.name]["rules"], str(state.path), checkpoint.family.has_row)
+        found = rules_of_json(state.parts[row.name]["rules"], str(state.path), checkpoint.family.uniform)
     else:
         found = module.find_rules(checkpoint, calibration, options, weights, trainer(shard, options), shard.each)
         state.drop(kept_at(options.steps))  # of the training, if there was one
@@ -241,7 +241,7 @@ def _sequential(
     and then the rules of all blocks and the hidden states are saved."""
     stream = block_stream(checkpoint, options)
     windows = spread_windows(calibration.windows, options.windows)
-    rules, hidden = finished_rules(shard, checkpoint.family.has_row), stream.states(shard.own(windows), shard.hidden())
+    rules, hidden = finished_rules(shard, checkpoint.family.uniform), stream.states(shard.own(windows), shard.hidden())
     shorter, bound = Shorter("--windows", len(windows)), partial(bound_line, stream)
     with shard.blocks("thresholds", shard.runs, shard.runs, shorter, bound) as (unfinished, advance):
         for layer in unfinished:
@@ -272,7 +272,7 @@ def _from_histograms(
     shard: Shard,
 ) -> Rules:
     """Thresholds from the calibration's own counts: everything upstream dense, as the papers take them."""
-    stream, rules = block_stream(checkpoint, options), finished_rules(shard, checkpoint.family.has_row)
+    stream, rules = block_stream(checkpoint, options), finished_rules(shard, checkpoint.family.uniform)
     for layer in range(shard.done, checkpoint.layers):
         stream.load(layer)
         for site, choice in choose(layer, stream).items():

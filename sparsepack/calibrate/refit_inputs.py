@@ -282,7 +282,7 @@ class ExpertSums:
     def _by_name(self, experts: Tensor) -> dict[str, Tensor]:
         family, count = self._checkpoint.family, self._routed_experts
         first, *shared = (family.weight(projection) for projection in family.projections[self._site])
-        parts = as_shared(self._site, experts[count:]) if shared else ()
+        parts = as_shared(self._site, experts[count:], 1 + family.gated) if shared else ()
         return {first: experts[:count], **dict(zip(shared, parts, strict=True))}
 
     @property

@@ -139,7 +139,7 @@ class NeuronReader(ModelReader):
         return NeuronMlp(
             gate=self.gate(f"{name}.{MLP_GATE}", count, hidden),
             records=self.rows_matrix(
-                f"{name}.{RECORDS}", ("Q4_K",), (count, (1 + self.architecture.blocks[layer].mlp.gated) * hidden)
+                f"{name}.{RECORDS}", ("Q4_K",), (count, (1 + self.architecture.row.gated) * hidden)
             ),
             frequency=self.frequency(f"{name}.{FREQUENCY}", count),
             order=self.order(f"{name}.{ORDER}", count),

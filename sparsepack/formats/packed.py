@@ -50,7 +50,8 @@ class PackedSite:
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """An MLP of the sites mlp_in (gate and up, stacked) and mlp_mid (down), whose rules say what a token skips."""
+    """An MLP of the sites mlp_in (gate and up, stacked) and mlp_mid (down), whose rules say what a token skips. A block
+    without an MLP has one without sites."""
 
     kind: ClassVar[MlpKind] = DENSE
     reached: ClassVar[float] = 1.0
@@ -61,7 +62,7 @@ class DenseMlp:
     @property
     def gated(self) -> bool:
         """Whether mlp_in has a gate beside what is multiplied with it."""
-        return self.sites["mlp_in"].matrix.rows > self.sites["mlp_mid"].matrix.columns
+        return bool(self.sites) and self.sites["mlp_in"].matrix.rows > self.sites["mlp_mid"].matrix.columns
 
     @property
     def matrices(self) -> Mapping[str, PackedMatrix]:
@@ -182,6 +183,11 @@ class ExpertMlp:
     scale: Tensor | None = None
 
     @property
+    def gated(self) -> bool:
+        """Whether experts have a gate."""
+        return self.sites["mlp_in"].matrix.rows > self.sites["mlp_mid"].matrix.columns
+
+    @property
     def shared(self) -> int:
         """Experts that each token has."""
         return self.sites["mlp_in"].matrix.experts - len(self.router)
@@ -226,7 +232,7 @@ class ExpertMlp:
             if site.bias is not None:
                 found[family.bias(family.projections[name][0])] = partial(_same, site.bias)
             for number, part in enumerate(shared):
-                found[part] = partial(_of_shared, name, site.matrix, count, number)
+                found[part] = partial(_of_shared, name, site.matrix, count, number, len(shared))
         if family.experts.own_norms is not None and self.scale is not None:
             found[family.experts.own_norms.experts] = partial(_same, self.scale)
         if family.experts.shared is not None and self.shared_gate is not None:
@@ -250,7 +256,9 @@ class PackedLayer:
     delta_net -- of a block that keeps a state in place of keys and values, whose sites are in `attention` all the same.
                  With a short convolution float32 short_conv [channels, taps]; with a gated delta net
                  float32 delta_beta and delta_alpha [value_heads, hidden], delta_conv [channels, taps], delta_a_log and
-                 delta_dt_bias [value_heads], delta_norm [value_dim]; empty: it has attention
+                 delta_dt_bias [value_heads], delta_norm [value_dim]; with a state-space model float32 mamba_conv
+                 [channels, taps], mamba_conv_bias [channels], mamba_a_log, mamba_dt_bias and mamba_skip [heads],
+                 mamba_norm [inner]; empty: it has attention, or no mixer
     scalar -- float32 [1], by which all that leaves the block is multiplied; None: it is not
     """
 
@@ -301,7 +309,7 @@ class PackedLayer:
         if self.delta_net and family.state is not None:
             names = family.state.tensors
             norms |= {names[name]: partial(_same, value) for name, value in self.delta_net.items()}
-            for name in {"delta_conv", "short_conv"} & self.delta_net.keys():
+            for name in {"delta_conv", "short_conv", "mamba_conv"} & self.delta_net.keys():
                 norms[names[name]] = partial(_same, self.delta_net[name][:, None])
         if family.experts is not None and (own := family.experts.own_norms) is not None:
             read, size = self.norms["mlp_norm"], len(self.norms["mlp_norm"])
@@ -314,9 +322,9 @@ class PackedLayer:
         return {**norms, **bases, **more, **sites}
 
 
-def _of_shared(site: str, matrix: PackedExperts, first: int, number: int) -> Tensor:
-    """One of the shared expert's matrices at a site, which are stored as experts from `first` on."""
-    return as_shared(site, decode_experts(matrix, first))[number]
+def _of_shared(site: str, matrix: PackedExperts, first: int, number: int, parts: int) -> Tensor:
+    """One of the shared expert's `parts` matrices at a site, which are stored as experts from `first` on."""
+    return as_shared(site, decode_experts(matrix, first), parts)[number]
 
 
 def _same(value: Tensor) -> Tensor:
@@ -395,7 +403,7 @@ class PackedModel:
     @property
     def block(self) -> str:
         """The type of the superblocks of its matrices in zigzag order, all of them alike."""
-        return next(iter(self.layers[0].attention.values())).matrix.format.block
+        return next(iter(of.matrix.format.block for layer in self.layers for of in layer.attention.values()))
 
     @property
     def plane_bits(self) -> float | None:
@@ -422,7 +430,8 @@ class PackedModel:
     @property
     def mlp_kind(self) -> MlpKind:
         """How the MLPs are stored, all of them alike but for dense ones beside mixtures of experts."""
-        return next((layer.mlp.kind for layer in self.layers if layer.mlp.kind is EXPERTS), self.layers[0].mlp.kind)
+        kinds = [layer.mlp.kind for layer in self.layers if layer.mlp.matrices]
+        return next((kind for kind in kinds if kind is EXPERTS), kinds[0])
 
     @property
     def skips(self) -> bool:

@@ -22,7 +22,7 @@ from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.checkpoint.config_files import config_of
 from sparsepack.models.checkpoint.experts import as_shared
-from sparsepack.models.family import EMBEDDING, HEAD, Family
+from sparsepack.models.family import HEAD, Family
 from sparsepack.models.found import family_of_config
 from sparsepack.models.hf_config import architecture_of, token_ids
 from sparsepack.models.sites import Rules, SiteKey
@@ -167,7 +167,8 @@ def _of_levels(
     of_level = [torch.stack([decode_matrix(one, level) for one in each]) for level in lower]
     if expert < len(mlp.router):
         return [weights[0] for weights in of_level], matrix.levels
-    return [torch.cat(as_shared(site, weights)) for weights in of_level], matrix.levels
+    parts = 1 + packed.architecture.family(layer).gated
+    return [torch.cat(as_shared(site, weights, parts)) for weights in of_level], matrix.levels
 
 
 def stock_config(packed: PackedModel) -> Any:
@@ -208,7 +209,7 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
     """
     family = packed.architecture.row
     makers: dict[str, Callable[[], Tensor]] = {
-        EMBEDDING: lambda: decode_matrix(packed.embedding),
+        family.embedding: lambda: decode_matrix(packed.embedding),
         HEAD: lambda: decode_matrix(packed.output),
         family.last_norm: lambda: packed.output_norm - family.norm_offset,
     }

@@ -17,6 +17,7 @@ from sparsepack.models.blocks import (
     Heads,
     Latent,
     LongTexts,
+    Mamba,
     Mlp,
     RotaryChannels,
     Router,
@@ -55,6 +56,8 @@ class Architecture:
     delta_net                 -- the mixer of `delta_layers`, the numbers of layers without attention; None: all have it
     short_conv                -- positions that the convolutions of `conv_layers` see, the numbers of layers that have
                                  one in place of attention; 0: all have attention, or a delta net
+    mamba                     -- the mixer of `mamba_layers`, likewise
+    mlp_layers                -- numbers of the layers that are an MLP alone; where there are any, the others have none
     gated_attention           -- whether attention has an output gate
     global_heads              -- kv_heads and head_dim of layers without a window; empty: as in the others
     k_eq_v                    -- whether values of layers without a window are their keys before norm and rotary
@@ -106,6 +109,9 @@ class Architecture:
     dense_intermediate: int = 0
     short_conv: int = 0
     conv_layers: tuple[int, ...] = ()
+    mamba: Mamba | None = None
+    mamba_layers: tuple[int, ...] = ()
+    mlp_layers: tuple[int, ...] = ()
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -115,9 +121,13 @@ class Architecture:
         biased = family.experts is not None and family.experts.biased
         mlp = Mlp(self.intermediate, self.activation, family.gated, self.experts, biased)
 
-        def mixer(layer: int, window: int) -> Attention | DeltaNet | ShortConv:
+        def mixer(layer: int, window: int) -> Attention | DeltaNet | ShortConv | Mamba | None:
+            if layer in self.mlp_layers:
+                return None
             if layer in self.conv_layers:
                 return ShortConv(self.hidden, self.short_conv)
+            if layer in self.mamba_layers:
+                return self.mamba
             if self.delta_net is not None and layer in self.delta_layers:
                 return self.delta_net
             rope = len(self.rotary_tables) - 1 if layer in self.ropeless else int(local and window > 0)
@@ -136,6 +146,12 @@ class Architecture:
             )
 
         dense = Mlp(self.dense_intermediate, self.activation, family.gated)
+
+        def mlp_of(layer: int) -> Mlp | None:
+            if self.mlp_layers and layer not in self.mlp_layers:
+                return None
+            return dense if layer in self.dense_layers else mlp
+
         before, after, scaled, centred, of_experts = (
             "attn_norm" in family.norms,
             "attn_post_norm" in family.norms,
@@ -145,29 +161,33 @@ class Architecture:
         )
         how = before, after, scaled, centred, of_experts
         return tuple(
-            Block(mixer(layer, window), dense if layer in self.dense_layers else mlp, *how)
-            for layer, window in enumerate(self.sliding_windows)
+            Block(mixer(layer, window), mlp_of(layer), *how) for layer, window in enumerate(self.sliding_windows)
         )
 
     @property
     def row(self) -> Family:
-        """The row of the model's family."""
+        """The row of the model's family, of a model without experts where that has other names."""
         family = FAMILIES[self.model_type]
+        if family.mlp_kinds and self.experts is None:
+            return family.dense_block
         return family.mixture if family.mixture is not None and self.experts is not None else family
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep keys and values."""
-        return tuple(layer for layer in range(self.layers) if layer not in self.state_layers)
+        others = {*self.state_layers, *self.mlp_layers}
+        return tuple(layer for layer in range(self.layers) if layer not in others)
 
     @property
     def state_layers(self) -> tuple[int, ...]:
         """The numbers of the layers that keep a state in their place."""
-        return self.delta_layers or self.conv_layers
+        return self.delta_layers or self.conv_layers or self.mamba_layers
 
     def family(self, layer: int) -> Family:
         """The names of a block."""
         family = self.row
+        if family.mlp_kinds:
+            return family.of_kinds[self._kind(layer)]
         if self.latent is not None and not self.latent.q_rank:
             family = family.plain_queries
         if layer in self.state_layers:
@@ -175,6 +195,15 @@ class Architecture:
         if layer in self.dense_layers:
             return family.dense_block
         return family.k_eq_v_block if self.k_eq_v and not self.sliding_windows[layer] else family
+
+    def _kind(self, layer: int) -> str:
+        """The type of a block, in a family whose blocks are a mixer or an MLP alone."""
+        family = FAMILIES[self.model_type]
+        if layer not in self.mlp_layers:
+            return family.state.kind if family.state is not None and layer in self.mamba_layers else "full_attention"
+        assert family.dense_mlps is not None
+        dense = self.experts is None or layer in self.dense_layers
+        return next(kind for kind in family.mlp_kinds if (kind == family.dense_mlps.kind) is dense)
 
     @property
     def value_dim(self) -> int:
@@ -235,10 +264,14 @@ class Architecture:
             "global_heads",
             "dense_layers",
             "conv_layers",
+            "mamba_layers",
+            "mlp_layers",
         ):
             lists[name] = tuple(value.get(name, ()))
         if (delta_net := value.get("delta_net")) is not None:
             lists["delta_net"] = DeltaNet(**delta_net)
+        if (mamba := value.get("mamba")) is not None:
+            lists["mamba"] = Mamba(**mamba)
         if (latent := value.get("latent")) is not None:
             lists["latent"] = Latent(**latent)
         if (long := value.get("long_texts")) is not None:
@@ -309,6 +342,7 @@ def check_numbers(architecture: Architecture) -> None:
     _check_delta_net(architecture)
     _check_latent(architecture)
     _check_short_conv(architecture)
+    _check_mamba(architecture)
     windows = len(architecture.sliding_windows)
     if windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
@@ -432,6 +466,32 @@ def _check_short_conv(architecture: Architecture) -> None:
         raise ValueError(f"conv_layers holds something else than numbers of the {a.layers} layers")
     if len(set(a.conv_layers)) == a.layers:
         raise ValueError("no layer has attention")
+
+
+def _check_mamba(architecture: Architecture) -> None:
+    """Raise ValueError where the numbers of layers with a state-space model, or of those that are an MLP alone, could
+    not be a model's."""
+    a, family = architecture, FAMILIES[architecture.model_type]
+    for name in ("mamba_layers", "mlp_layers"):
+        if not all(type(layer) is int and 0 <= layer < a.layers for layer in getattr(a, name)):
+            raise ValueError(f"{name} holds something else than numbers of the {a.layers} layers")
+    if bool(a.mlp_layers) != bool(family.mlp_kinds) or {*a.mlp_layers} & {*a.mamba_layers}:
+        raise ValueError(f"mlp_layers {str(a.mlp_layers)[:60]} in a {a.model_type} model")
+    if a.mlp_layers and not {*a.dense_layers} <= {*a.mlp_layers}:
+        raise ValueError("dense_layers holds numbers of layers without an MLP")
+    if (a.mamba is None) != (not a.mamba_layers) or (a.mamba is not None and family.mamba is None):
+        raise ValueError(f"mamba {str(a.mamba)[:60]} in a {a.model_type} model")
+    if not a.attention_layers:
+        raise ValueError("no layer has attention")
+    if a.mamba is None:
+        return
+    for name, value in asdict(a.mamba).items():
+        if type(value) is not int or not 1 <= value < 2**20:
+            raise ValueError(f"mamba.{name} {str(value)[:60]}, expected a positive integer below 2**20")
+    if a.mamba.heads % a.mamba.groups or a.mamba.inner % a.mamba.norms:
+        raise ValueError(
+            f"{a.mamba.heads} heads of {a.mamba.head_dim} in {a.mamba.groups} groups, {a.mamba.norms} norms"
+        )
 
 
 def soft_capped(x: torch.Tensor, cap: float) -> torch.Tensor:

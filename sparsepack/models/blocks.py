@@ -229,6 +229,51 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class Mamba:
+    """The token mixer of a block that is a state-space model (Mamba-2; arXiv 2405.21060). attn_in gives gates of the
+    output, then x of all heads, B and C of all groups, which pass a causal convolution with a bias and a SiLU, then
+    the step dt of each head. Of each head there is a state [head_dim, state]:
+
+        h = exp(-rate d) h + d x B,  y = h C + skip x,  d = softplus(dt + bias)
+
+    and what leaves the block is the RMSNorm, group by group of channels, of y times the SiLU of the gates.
+
+    heads, head_dim -- of x and y
+    groups          -- head h reads B and C of group h * groups // heads
+    state           -- channels of B and C of a group
+    taps            -- positions that the convolution sees, its own included
+    norms           -- groups of channels that are normed apart
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+    norms: int
+
+    @property
+    def inner(self) -> int:
+        """Channels of all heads: inputs of attn_out."""
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        """Channels of the convolution: x of all heads, then B and C of all groups."""
+        return self.inner + 2 * self.groups * self.state
+
+    @property
+    def rows(self) -> int:
+        """Rows of attn_in."""
+        return self.inner + self.channels + self.heads
+
+    @property
+    def state_floats(self) -> int:
+        """Numbers that a sequence keeps of one block."""
+        return self.inner * self.state + self.channels * (self.taps - 1)
+
+
+@dataclass(frozen=True)
 class Mlp:
     """The channel mixer of a block: down(activation(gate x) * up x), or without a gate down(activation(up x)).
 
@@ -251,6 +296,7 @@ EXPERT_NORMS = ("experts_norm", "shared_norm")
 class Block:
     """A decoder block: x += mixer(x), then x += mlp(x).
 
+    mixer, mlp   -- None: the block has none
     norms_before -- whether attention and MLP read the RMSNorm of x
     norms_after  -- whether the RMSNorm of what they make is added
     scaled       -- whether x is multiplied by a number of the block's in the end
@@ -259,8 +305,8 @@ class Block:
                         itself before the two are added
     """
 
-    mixer: Attention | DeltaNet | ShortConv
-    mlp: Mlp
+    mixer: Attention | DeltaNet | ShortConv | Mamba | None
+    mlp: Mlp | None
     norms_before: bool = True
     norms_after: bool = False
     scaled: bool = False
@@ -270,7 +316,8 @@ class Block:
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms."""
-        before, after = ("attn_norm", "mlp_norm"), ("attn_post_norm", "mlp_post_norm")
+        has = [name for name, part in (("attn", self.mixer), ("mlp", self.mlp)) if part is not None]
+        before, after = tuple(f"{name}_norm" for name in has), tuple(f"{name}_post_norm" for name in has)
         of_attention = {None: (), "heads": ("q_norm", "k_norm"), "rows": ("q_row_norm", "k_row_norm")}
         of_experts = EXPERT_NORMS * self.norms_of_experts
         return before * self.norms_before + after * self.norms_after + of_experts + of_attention[self.qk_norm]

@@ -19,6 +19,7 @@ from sparsepack.models.parts import (
     Experts,
     LearnedPositions,
     LlamaCpp,
+    MambaNames,
     ResidualStream,
     ShortConvNames,
 )
@@ -47,7 +48,7 @@ MLP_MID = "mlp_mid"
 class DenseMlps:
     """The blocks of a family with experts whose MLPs are dense.
 
-    key         -- of the configuration: a list that names each block's MLP, these "dense", or how many of the first
+    key         -- of the configuration: a list that names each block's MLP, these `kind`, or how many of the first
                    blocks they are in
     width       -- the field that says how wide they are
     projections -- site -> their projections
@@ -58,12 +59,13 @@ class DenseMlps:
     projections: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: MappingProxyType({site: PROJECTIONS[site] for site in MLP_SITES})
     )
+    kind: str = "dense"
 
     def layers(self, config: Any) -> tuple[int, ...]:
         """The numbers of these blocks."""
         value = getattr(config, self.key)
         if isinstance(value, list):
-            return tuple(layer for layer, kind in enumerate(value) if kind == "dense")
+            return tuple(layer for layer, kind in enumerate(value) if kind == self.kind)
         return tuple(range(min(value or 0, config.num_hidden_layers)))
 
     def setting(self, dense: bool) -> Any:
@@ -86,6 +88,8 @@ class Family:
     gguf           -- what llama.cpp knows of it; None: nothing
     rotary         -- which channels of a head the stock model turns together
     rotary_module  -- of the backbone, that computes the frequencies
+    embedding_module -- of the backbone, that holds the embedding
+    renamed        -- what names of tensors begin with in some checkpoints -> what they begin with in the stock model
     slides         -- a window in config.json holds for all layers where it does not say for which
     backbone       -- the module with the blocks, within the causal language model
     widening       -- the matrix behind an embedding that is not as wide as the blocks
@@ -112,7 +116,11 @@ class Family:
     covered        -- fields of the configuration -> the one value of models that the row is of; others are measured as
                       they are found (`models.found`)
     clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
-    delta_net, short_conv -- what some blocks have in place of attention; None: all blocks have attention
+    delta_net, short_conv, mamba -- what some blocks have in place of attention; None: all blocks have attention
+    mlp_kinds      -- what the configuration's `layer_types` call blocks that are an MLP alone; where there are such
+                      types, blocks of the others have no MLP. () : every block has both
+    block_kind     -- the attribute of a stock block that says its type then
+    layer_kinds    -- the type of each block in a configuration's model then, which `of` fills in
     mlp_width      -- the neurons of an MLP, by a configuration that does not say them
     gated_attention -- attention has an output gate, whose rows stand behind the queries of each head
     left_out       -- what the names of tensors begin with that a checkpoint may have and nothing here computes -> what
@@ -138,6 +146,8 @@ class Family:
     norms: Mapping[str, str] = field(default_factory=lambda: NORMS)
     rotary: Rotary = "half-split"
     rotary_module: str = "rotary_emb"
+    embedding_module: str = "embed_tokens"
+    renamed: Mapping[str, str] = field(default_factory=dict)
     slides: bool = False
     backbone: str = "model"
     widening: str = ""
@@ -166,6 +176,10 @@ class Family:
     covered: Mapping[str, Any] = field(default_factory=dict)
     delta_net: DeltaNetNames | None = None
     short_conv: ShortConvNames | None = None
+    mamba: MambaNames | None = None
+    mlp_kinds: tuple[str, ...] = ()
+    block_kind: str = ""
+    layer_kinds: tuple[str, ...] = ()
     mlp_width: Callable[[Any], int] | None = None
     gated_attention: bool = False
     left_out: Mapping[str, str] = field(default_factory=dict)
@@ -195,7 +209,12 @@ class Family:
             family = replace(family, left_out=MappingProxyType({**self.left_out, **behind}))
         if self.dense_mlps is None:
             return family
-        return replace(family, dense_layers=self.dense_mlps.layers(config))
+        family = replace(family, dense_layers=self.dense_mlps.layers(config))
+        if not self.mlp_kinds:
+            return family
+        family = replace(family, layer_kinds=tuple(config.layer_types))
+        mixtures = {*self.mlp_kinds} - {self.dense_mlps.kind}
+        return family if mixtures & {*family.layer_kinds} else family.dense_block
 
     @cached_property
     def plain_queries(self) -> "Family":
@@ -216,14 +235,31 @@ class Family:
         return replace(self, projections=projections, experts=None, dense_mlps=None, dense_layers=())
 
     @cached_property
+    def of_kinds(self) -> Mapping[str, "Family"]:
+        """The names of a block of each type, in a family whose blocks are a mixer or an MLP alone."""
+        one = replace(self, layer_kinds=(), mlp_kinds=(), dense_layers=())
+
+        def part(of_mlp: bool) -> Family:
+            sites = {site: names for site, names in self.projections.items() if (site in MLP_SITES) is of_mlp}
+            norms = {name: module for name, module in self.norms.items() if (name == "mlp_norm") is of_mlp}
+            return replace(one, projections=MappingProxyType(sites), norms=MappingProxyType(norms))
+
+        mlp, mixer = part(True), replace(part(False), experts=None, dense_mlps=None)
+        found = {"full_attention": mixer} | ({} if self.state is None else {self.state.kind: mixer.state_block})
+        for kind in self.mlp_kinds:
+            dense = self.dense_mlps is not None and kind == self.dense_mlps.kind
+            found[kind] = mlp.dense_block if dense else mlp
+        return MappingProxyType(found)
+
+    @cached_property
     def expert_block(self) -> "Family":
         """The names of a block whose MLP has experts, whatever its number."""
         return replace(self, dense_mlps=None, dense_layers=())
 
     @property
-    def state(self) -> DeltaNetNames | ShortConvNames | None:
+    def state(self) -> DeltaNetNames | ShortConvNames | MambaNames | None:
         """The names of what some blocks have in place of attention."""
-        return self.delta_net or self.short_conv
+        return self.delta_net or self.short_conv or self.mamba
 
     @cached_property
     def state_block(self) -> "Family":
@@ -248,6 +284,8 @@ class Family:
     @property
     def kinds(self) -> tuple["Family", ...]:
         """The names of each kind of block that its models may have."""
+        if self.mlp_kinds:
+            return tuple(self.of_kinds.values())
         others = () if self.state is None else (self.state_block,)
         return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()))
 
@@ -258,6 +296,8 @@ class Family:
     def at(self, config: Any, layer: int) -> "Family":
         """The names of a block of a stock configuration's model."""
         family = self.of(config)
+        if family.layer_kinds:
+            return family.of_kinds[family.layer_kinds[layer]]
         if self.state is not None and config.layer_types[layer] == self.state.kind:
             family = family.state_block
         if layer in family.dense_layers:
@@ -270,6 +310,8 @@ class Family:
         """The names of a stock decoder block."""
         if self.mixture is not None and self.mixture.experts and hasattr(block, self.mixture.experts.module):
             return self.mixture.of_block(block)
+        if self.mlp_kinds:
+            return self.of_kinds[getattr(block, self.block_kind)]
         if self.k_eq_v and block.self_attn.v_proj is None:
             return self.k_eq_v_block
         family = self.state_block if self.state is not None and hasattr(block, self.state.module) else self
@@ -289,19 +331,30 @@ class Family:
     def gated(self) -> bool:
         """Whether MLPs have a gate."""
         into = self.projections["mlp_in"]
-        return len(into) > 1 or self.experts is not None or "gate" in into[0] or into[0] in self.split
+        if self.experts is not None:
+            return self.experts.gated
+        return len(into) > 1 or "gate" in into[0] or into[0] in self.split
 
     @property
     def has_row(self) -> bool:
         """Whether it is one of `families.FAMILIES`; the others are found in the stock model (`models.found`)."""
         return True
 
+    @property
+    def uniform(self) -> bool:
+        """Whether every block has the sites `SITES`, beside which it may have others."""
+        return self.has_row and not self.mlp_kinds
+
     def projections_of(self, layer: int) -> Mapping[str, tuple[str, ...]]:
         """The sites of a block, in order of execution, and the projections of each."""
+        if self.layer_kinds:
+            return self.of_kinds[self.layer_kinds[layer]].projections
         return self.dense_block.projections if layer in self.dense_layers else self.projections
 
     def experts_of(self, layer: int) -> Experts | None:
         """The experts of a block; None: its MLP is dense."""
+        if self.layer_kinds:
+            return self.of_kinds[self.layer_kinds[layer]].experts
         return None if layer in self.dense_layers else self.experts
 
     def readers(self, layer: int, site: str) -> tuple[str, ...]:
@@ -341,7 +394,7 @@ class Family:
     @property
     def embedding(self) -> str:
         """The name of the embedding's tensor."""
-        return f"{self.backbone}.embed_tokens.weight"
+        return f"{self.backbone}.{self.embedding_module}.weight"
 
     def block(self, layer: int | str) -> str:
         """The name of a decoder block; "" for what the names of all begin with."""

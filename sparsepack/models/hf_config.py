@@ -16,6 +16,7 @@ from sparsepack.models.blocks import (
     Heads,
     Latent,
     LongTexts,
+    Mamba,
     Multipliers,
     RotaryChannels,
     Router,
@@ -106,6 +107,9 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         delta_layers=delta_layers(config),
         short_conv=getattr(config, family.short_conv.taps) if family.short_conv and state_layers(config) else 0,
         conv_layers=state_layers(config) if family.short_conv else (),
+        mamba=mamba(config),
+        mamba_layers=state_layers(config) if family.mamba else (),
+        mlp_layers=mlp_layers(config),
         gated_attention=family.gated_attention,
         global_heads=_global_heads(config, windows),
         k_eq_v=bool(family.k_eq_v and getattr(config, family.k_eq_v)),
@@ -144,7 +148,11 @@ def attention_layers(config: Any) -> tuple[int, ...]:
         return ()
     windows = sliding_windows(config)
     apart = FAMILIES[config.model_type].global_heads if config.model_type in FAMILIES else False
-    others = {*state_layers(config), *(n for n, window in enumerate(windows) if apart and not window)}
+    others = {
+        *state_layers(config),
+        *mlp_layers(config),
+        *(n for n, window in enumerate(windows) if apart and not window),
+    }
     return tuple(layer for layer in range(config.num_hidden_layers) if layer not in others)
 
 
@@ -153,6 +161,21 @@ def state_layers(config: Any) -> tuple[int, ...]:
     names = family_of_config(config).state
     kinds = () if names is None else config.layer_types
     return tuple(layer for layer, kind in enumerate(kinds) if names is not None and kind == names.kind)
+
+
+def mlp_layers(config: Any) -> tuple[int, ...]:
+    """The numbers of the layers that are an MLP alone."""
+    kinds = family_of_config(config).mlp_kinds
+    return tuple(layer for layer, kind in enumerate(config.layer_types) if kind in kinds) if kinds else ()
+
+
+def mamba(config: Any) -> Mamba | None:
+    """The numbers of the state-space models of a stock configuration's model; None where no layer has one."""
+    names = FAMILIES[config.model_type].mamba
+    if names is None or not state_layers(config):
+        return None
+    heads, head_dim, groups, state, taps = (getattr(config, field) for field in names.fields)
+    return Mamba(heads, head_dim, groups, state, taps, groups if names.norms else 1)
 
 
 def delta_layers(config: Any) -> tuple[int, ...]:
@@ -327,7 +350,10 @@ def _rotaries(config: Any) -> list[tuple[torch.Tensor, float]]:
 
     from sparsepack.models.hf_model.model import single_layer
 
-    single, family = single_layer(config), FAMILIES[config.model_type]
+    family = FAMILIES[config.model_type]
+    if family.rotary == "none":
+        return [(torch.zeros(head_dim(config) // 2), 1.0)]
+    single = single_layer(config)
     if family.rope_field:
         setattr(single, family.rope_field, "rope")
     with torch.device("meta"):

@@ -43,6 +43,7 @@ class SharedExpert:
     norm   -- the module that norms what it gives before anything is added to it; "": there is none
     width  -- the field of the configuration that says how wide it is
     count  -- the field that says how many times as wide as the others it is, in place of that
+    gated  -- as the other experts (`Experts.gated`)
     """
 
     module: str = "mlp.shared_expert"
@@ -50,11 +51,13 @@ class SharedExpert:
     norm: str = ""
     width: str = "shared_expert_intermediate_size"
     count: str = ""
+    gated: bool = True
 
     @property
     def projections(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Its gate and up, and its down."""
-        return (f"{self.module}.gate_proj", f"{self.module}.up_proj"), (f"{self.module}.down_proj",)
+        into = (f"{self.module}.gate_proj", f"{self.module}.up_proj")
+        return into if self.gated else into[1:], (f"{self.module}.down_proj",)
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,45 @@ class DeltaNetNames:
     def tensors(self) -> Mapping[str, str]:
         """Our name -> its tensor, of all but the projections."""
         return {**{name: f"{module}.weight" for name, module in self.gates.items()}, **self.parameters}
+
+
+@dataclass(frozen=True)
+class MambaNames:
+    """Blocks that have a state-space model (`blocks.Mamba`) in place of attention. The fields are as of
+    `DeltaNetNames`; the convolution is [channels, 1, taps], its bias [channels], the norm [inner], the rest [heads].
+
+    norms -- RMSNorm of the output is of each group of channels apart, else of all together
+    """
+
+    kind: str = "mamba"
+    module: str = "mamba"
+    fields: tuple[str, str, str, str, str] = (
+        "mamba_n_heads",
+        "mamba_d_head",
+        "mamba_n_groups",
+        "mamba_d_state",
+        "mamba_d_conv",
+    )
+    norms: bool = False
+    gates: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def projections(self) -> Mapping[str, tuple[str, ...]]:
+        """Site -> its projections."""
+        return {"attn_in": (f"{self.module}.in_proj",), "attn_out": (f"{self.module}.out_proj",)}
+
+    @property
+    def tensors(self) -> Mapping[str, str]:
+        """Our name -> its tensor, of all but the projections."""
+        names = {
+            "mamba_conv": "conv1d.weight",
+            "mamba_conv_bias": "conv1d.bias",
+            "mamba_a_log": "A_log",
+            "mamba_dt_bias": "dt_bias",
+            "mamba_skip": "D",
+            "mamba_norm": "norm.weight",
+        }
+        return {ours: f"{self.module}.{theirs}" for ours, theirs in names.items()}
 
 
 @dataclass(frozen=True)

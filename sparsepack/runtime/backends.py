@@ -35,6 +35,8 @@ BIASED_EXPERTS = "experts with biases and a clamped SwiGLU"
 NEIGHBOURS = "a rotary embedding that turns neighbouring channels together"
 QUERY_GROWTH = "texts so long that later queries are scaled"
 DELTA_NETS = "gated delta nets, which keep a state in place of keys and values"
+STATE_SPACES = "state-space models (Mamba-2), which keep a state in place of keys and values"
+ALONE = "blocks that are attention or an MLP alone"
 LATENTS = "attention by latents (MLA)"
 ROUTERS = "routers of sigmoids or groups, or that scale what experts give"
 DENSE_BLOCKS = "dense MLPs beside mixtures of experts"
@@ -61,8 +63,10 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         QUERY_GROWTH: lambda a, context: bool(a.query_growth) and context > a.query_growth[1],
         NEIGHBOURS: lambda a, context: a.heads_and_rope.rotary.convention == "interleaved",
         SINKS: lambda a, context: any(isinstance(of.mixer, Attention) and of.mixer.sinks for of in a.blocks),
-        BIASED_EXPERTS: lambda a, context: any(block.mlp.biased for block in a.blocks),
-        PLAIN_MLPS: lambda a, context: not all(block.mlp.gated for block in a.blocks),
+        BIASED_EXPERTS: lambda a, context: any(block.mlp is not None and block.mlp.biased for block in a.blocks),
+        PLAIN_MLPS: lambda a, context: not all(block.mlp is None or block.mlp.gated for block in a.blocks),
+        STATE_SPACES: lambda a, context: a.mamba is not None,
+        ALONE: lambda a, context: bool(a.mlp_layers),
         DELTA_NETS: lambda a, context: a.delta_net is not None,
         SHORT_CONVS: lambda a, context: bool(a.conv_layers),
         ATTENTION_GATES: lambda a, context: a.gated_attention,
@@ -198,7 +202,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
-                traits=frozenset(TRAITS),
+                traits=frozenset(TRAITS) - {STATE_SPACES, ALONE},
             ),
             Backend(
                 "metal",

@@ -29,7 +29,7 @@ def cache_bytes(architecture: Architecture, context: int, cache_type: str) -> in
     """The bytes of a sequence's keys and values, and of its state."""
     a = architecture
     mixers = [block.mixer for block in a.blocks]
-    state = 4 * sum(of.state_floats for of in mixers if not isinstance(of, Attention))
+    state = 4 * sum(of.state_floats for of in mixers if not isinstance(of, Attention | None))
     kept = sum(of.kv_heads * of.head_dim for of in mixers if isinstance(of, Attention))
     return 2 * kept * context * _BYTES[cache_type] + state
 

@@ -67,20 +67,13 @@ def test_a_checkpoint_of_single_experts_is_the_stock_model(folders: dict[str, Pa
         assert torch.allclose(mine(IDS).logits, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
     numbers = checkpoint.architecture.experts
     assert numbers is not None
-    shared = {
-        "qwen2_moe": 2,
-        "qwen3_5_moe_text": 1,
-        "deepseek_v3": 1,
-        "deepseek_v2": 2,
-        "glm4_moe_lite": 1,
-        "qwen3_next": 1,
-    }.get(family, 0)
+    two = dict.fromkeys(("qwen2_moe", "deepseek_v2", "nemotron_h"), 2)
+    one = dict.fromkeys(("qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe_lite"), 1)
+    shared = (one | two).get(family, 0)
     assert (numbers.count, numbers.used, numbers.shared) == (8, 2, shared)
-    assert numbers.normalised == (
-        family in ("mixtral", "qwen3_moe", "qwen3_5_moe_text", "deepseek_v3", "glm4_moe_lite", "lfm2_moe", "qwen3_next")
-    )
-    layer = len(checkpoint.architecture.dense_layers)
-    for site, rows in (("mlp_in", 512), ("mlp_mid", 256)):
+    assert numbers.normalised == (family not in ("olmoe", "qwen2_moe", "deepseek_v2"))
+    layer = next(n for n in range(checkpoint.layers) if checkpoint.family.experts_of(n) is not None)
+    for site, rows in (("mlp_in", 256 * (1 + checkpoint.family.gated)), ("mlp_mid", 256)):
         assert checkpoint.stacked_shape(site, layer) == ((8 + shared) * rows, 256)
         assert tuple(checkpoint.experts(layer, site).shape) == (8 + shared, rows, 256)
         assert torch.equal(checkpoint.experts(layer, site).flatten(0, 1), checkpoint.stacked(layer, site)[0])

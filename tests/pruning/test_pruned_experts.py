@@ -58,6 +58,7 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
     experts, checkpoint = row(family).experts, open_checkpoint(models[family])
     assert experts is not None
     before, after = load_file(models[family] / FILE), load_file(tmp_path / "p" / FILE)
+    before = {re.sub(r"^backbone\.", "model.", name): weight for name, weight in before.items()}  # Nemotron's old names
     if experts.own_norms is not None:  # which are folded
         before = {name: checkpoint.tensor(name) for name in checkpoint.source.shapes}
     assert {name: (x.dtype, x.shape) for name, x in before.items()} == {
@@ -66,7 +67,7 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
     matrices, fused = 0, experts.alternate
     attention = {
         name
-        for site in checkpoint.family.projections
+        for site in checkpoint.family_at(0).projections
         if site[:4] == "attn"
         for name in checkpoint.weight_names(0, site)
     }
@@ -78,14 +79,18 @@ def test_every_expert_keeps_the_pattern_and_transformers_loads_it(
         if (of_mlp or name in joined) and not name.endswith("bias"):
             rows = weight.mT.contiguous() if fused and ".experts." in name else weight
             assert most_in_a_group(rows, of) == keep, name
-            assert int((weight != 0).sum()) == pytest.approx(weight.numel() * keep / of, rel=1e-3)
+            if experts.gated or method == "magnitude":  # neurons of squared ReLU that never were active lose all
+                assert int((weight != 0).sum()) == pytest.approx(weight.numel() * keep / of, rel=1e-3)
             matrices += 1
         else:
             assert torch.equal(weight, before[name]), name
-    shared = 3 * (experts.shared is not None)
-    assert matrices == len(joined) + (3 * 8 if experts.stored and not fused else 2) + shared
+    parts = 2 + experts.gated
+    shared = parts * (experts.shared is not None)
+    assert matrices == len(joined) + (parts * 8 if experts.stored and not fused else 2) + shared
     assert len(made.matrices) == len(attention) + 2 + shared
-    assert all(row.density == pytest.approx(keep / of, rel=1e-3) and 0 < row.error < 0.9 for row in made.matrices)
+    assert all(0 < row.error < 0.9 for row in made.matrices)
+    if experts.gated or method == "magnitude":
+        assert all(row.density == pytest.approx(keep / of, rel=1e-3) for row in made.matrices)
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "p", dtype=torch.float32)
     checkpoint = open_checkpoint(tmp_path / "p")
     stored = apart_source(checkpoint.source, checkpoint.family) if fused else checkpoint.source

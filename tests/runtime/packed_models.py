@@ -120,6 +120,24 @@ LFM2_MOE: dict[str, Any] = {
     "norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
+NEMOTRON_H: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "moe", "linear_attention", "moe"],
+    "head_dim": 12,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 10,
+    "n_groups": 3,
+    "ssm_state_size": 14,
+    "conv_kernel": 4,
+    "chunk_size": 8,
+    "time_step_limit": [0.0, 1e9],
+    "intermediate_size": 90,
+    "moe_intermediate_size": 43,
+    "moe_shared_expert_intermediate_size": 86,
+    "n_routed_experts": 6,
+    "num_experts_per_tok": 2,
+    "routed_scaling_factor": 1.5,
+}
 
 GEMMA_4: dict[str, Any] = {
     "model_type": "gemma4_text",
@@ -433,7 +451,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             blocks, tails = zip(*(encode(matrix) for matrix in stacked), strict=True)
             tail = None if tails[0] is None else torch.stack(tails)
             rows = stacked.shape[1]
-            parts = (rows // 2, rows // 2) if name == "mlp_in" else (rows,)
+            parts = (rows // 2, rows // 2) if name == "mlp_in" and family.gated else (rows,)
             matrix = PackedExperts(torch.stack(blocks), zigzag_order, rows, stacked.shape[2], tail)
             bias = weight(f"{prefix}.{family.bias(family.projections[name][0])}") if family.experts.biased else None
             sites[name] = PackedExpertsSite(matrix, None, parts, bias)
@@ -470,7 +488,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         )
         for i in range(config.num_hidden_layers)
     )
-    embedding = by_rows("model.embed_tokens.weight", "F16" if config.hidden_size % 256 else "Q6_K")
+    embedding = by_rows(family.embedding, "F16" if config.hidden_size % 256 else "Q6_K")
     packed = PackedModel(
         architecture=architecture_of(config, config.bos_token_id),
         layers=layers,
@@ -511,7 +529,7 @@ def layer_of(
 ) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
     attention = _without_mlp(sites)
-    mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES})
+    mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES if name in sites})
     return PackedLayer(attention, norms, mlp, sinks=sinks, delta_net=delta_net, scalar=scalar)
 
 

@@ -13,6 +13,7 @@ from packed_models import (
     GPT_OSS,
     LATENTS,
     LFM2_MOE,
+    NEMOTRON_H,
     random_model,
     stock_logits,
     stock_model,
@@ -156,6 +157,20 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mlp_layer_types": ["sparse", "dense", "sparse"],
     },
     "lfm2_moe, short convolutions, sigmoids": LFM2_MOE,
+    "nemotron_h, state-space models, plain experts": NEMOTRON_H,
+    "nemotron_h, groups of experts, a dense MLP first": {
+        **NEMOTRON_H,
+        "layers_block_type": ["mlp", "moe", "full_attention", "linear_attention", "full_attention", "moe"],
+        "mamba_num_heads": 4,
+        "mamba_head_dim": 16,
+        "n_groups": 1,
+        "conv_kernel": 3,
+        "intermediate_size": 30,
+        "moe_shared_expert_intermediate_size": 43,
+        "n_group": 3,
+        "topk_group": 2,
+        "norm_topk_prob": False,
+    },
 }
 
 every_backend = every_backend_that(lambda row: EXPERTS in row.mlps)
@@ -353,7 +368,7 @@ def ordered(chosen: torch.Tensor, weights: torch.Tensor) -> list[tuple[torch.Ten
 def test_the_router_chooses_as_the_stock_one() -> None:
     for variant in VARIANTS:
         packed, stock = models(variant)
-        layer = min({*range(packed.architecture.layers)} - {*packed.architecture.dense_layers})
+        layer = next(n for n, each in enumerate(packed.layers) if isinstance(each.mlp, ExpertMlp))
         block, names = stock.model.layers[layer], packed.architecture.family(layer).experts
         mlp, router = experts_of(packed, layer), block.get_submodule(names.router)
         x = torch.randn(9, packed.architecture.hidden)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import DELTA_MIXTURE, LATENTS, LFM2_MOE, random_model, stock_model
+from packed_models import DELTA_MIXTURE, LATENTS, LFM2_MOE, NEMOTRON_H, random_model, stock_model
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel
@@ -43,6 +43,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {**DELTA_MIXTURE, "model_type": "qwen3_next", "num_experts_per_tok": 6, "max_position_embeddings": 300},
     ),
+    "nemotron_h": ("llama", {**NEMOTRON_H, "num_experts_per_tok": 6, "max_position_embeddings": 300}),
     "gemma4": ("gemma4, keys for values", {"sliding_window": 60, "max_position_embeddings": 300}),
     "gemma4, experts": (
         "gemma4, a dense MLP beside experts",

@@ -21,7 +21,7 @@ from sparsepack.formats.matrix import fitting_type, relative_error
 from sparsepack.formats.plan import Plan, TensorFile, WriteFiles, naming, offsets
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.source_hash import SourceHash
-from sparsepack.models.family import EMBEDDING, HEAD
+from sparsepack.models.family import HEAD
 
 LARGEST_ERROR = 0.03
 """A type may cause an error of this share of the weights. Weights that are normally distributed lose 0.017 in Q6_K and
@@ -30,7 +30,6 @@ SAMPLED_ROWS = 1024
 """The error is measured on this many rows."""
 
 _SMALLEST_FIRST = ("Q6_K", "Q8_0", "F16")
-_SOURCES = {"token_embd.weight": EMBEDDING, "output.weight": HEAD}
 
 
 def embedding_types(
@@ -68,7 +67,7 @@ def embedding_types(
 
 def _measured(checkpoint: Checkpoint, name: str, width: int) -> tuple[str, str | None]:
     """The smallest type that loses little of a matrix, and a note where it is not the smallest of all."""
-    weights = checkpoint.tensor(_SOURCES[name])
+    weights = checkpoint.tensor(HEAD if name == "output.weight" else checkpoint.family.embedding)
     sample = weights[:: -(-len(weights) // SAMPLED_ROWS)]
     reasons = []
     for type in _SMALLEST_FIRST[:-1]:

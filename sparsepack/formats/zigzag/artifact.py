@@ -32,10 +32,8 @@ from sparsepack.formats.zigzag.reader import (
     ModelReader,
 )
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.family import EMBEDDING, HEAD, MLP_SITES
+from sparsepack.models.family import HEAD, MLP_SITES
 from sparsepack.models.sparse_attention import SparseAttention
-
-_OUTSIDE = {"token_embd.weight": EMBEDDING, "output.weight": HEAD}
 
 
 @dataclass(frozen=True)
@@ -112,8 +110,8 @@ class ZigzagArtifact(GgufArtifact):
             return checkpoint.norm(checkpoint.family.last_norm)
         if name == "output_norm.bias":
             return checkpoint.tensor(checkpoint.family.last_norm_bias)
-        if name in _OUTSIDE:
-            return checkpoint.tensor(_OUTSIDE[name])
+        if name in ("token_embd.weight", "output.weight"):
+            return checkpoint.tensor(HEAD if name == "output.weight" else checkpoint.family.embedding)
         block, layer, what, part = (*name.split("."), "", "", "")[:4]
         if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return None

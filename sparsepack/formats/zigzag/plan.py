@@ -27,6 +27,12 @@
     blk.I.delta_dt_bias.weight     [value_heads]
     blk.I.delta_norm.weight        [value_dim]
     blk.I.short_conv.weight        [hidden, taps]          F32, of a short convolution, likewise
+    blk.I.mamba_conv.weight        [channels, taps]        F32, of a state-space model, likewise
+    blk.I.mamba_conv_bias.weight   [channels]
+    blk.I.mamba_a_log.weight       [heads]
+    blk.I.mamba_dt_bias.weight     [heads]
+    blk.I.mamba_skip.weight        [heads]
+    blk.I.mamba_norm.weight        [inner]
     blk.I.NORM.weight              [width]                 F32; NORM: attn_norm, mlp_norm, and in some families
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
                                                            attn_post_norm, mlp_post_norm, experts_norm,
@@ -90,11 +96,12 @@ from sparsepack.formats.zigzag.reader import (
     zigzag_tensors,
 )
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.config_files import GENERATION
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.checkpoint.writer import chat_template, config_json
-from sparsepack.models.family import EMBEDDING, HEAD, MLP_MID, MLP_SITES
+from sparsepack.models.family import HEAD, MLP_MID, MLP_SITES
 from sparsepack.models.hf_config import expert_numbers
 from sparsepack.models.sites import Rules, SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE
@@ -203,7 +210,7 @@ def _groups(
         rows = architecture.vocabulary if name in embedding else architecture.hidden
         return alone(PlannedTensor(name, (rows, architecture.hidden), kind), encoded)
 
-    yield matrix("token_embd.weight", EMBEDDING, embedding["token_embd.weight"])
+    yield matrix("token_embd.weight", checkpoint.family.embedding, embedding["token_embd.weight"])
     of_basis = type_that_fits(BASIS_TYPE, architecture.hidden)
     for layer in range(checkpoint.layers):
         if layer in checkpoint.bases:
@@ -256,7 +263,7 @@ def planned_site(
         assert stacked is not None
         return BLOCKS["F32"].encode(stacked)
 
-    experts = architecture.blocks[layer].mlp.experts if site in MLP_SITES else None
+    experts = experts_at(architecture, layer, site)
     leading = () if experts is None else (experts.stored,)
     planned = zigzag_tensors(name, block, rows, columns, leading)
     if row_scales and experts is None:
@@ -316,7 +323,7 @@ def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int
     """Rows and columns of a site's matrix, or of an expert's there; raises `PackingError` where they are not the
     configuration's."""
     parts, columns = site_shapes(architecture, layer)[site]
-    numbers = architecture.blocks[layer].mlp.experts if site in MLP_SITES else None
+    numbers = experts_at(architecture, layer, site)
     experts = 1 if numbers is None else numbers.stored
     expected, found = (experts * sum(parts), columns), checkpoint.stacked_shape(site, layer)
     if found != expected:
@@ -324,6 +331,12 @@ def checked_shape(checkpoint: Checkpoint, architecture: Architecture, layer: int
             f"blk.{layer}.{site}: the weights are {found}, config.json means {expected}; is it this model's?"
         )
     return sum(parts), columns
+
+
+def experts_at(architecture: Architecture, layer: int, site: str) -> ExpertNumbers | None:
+    """How many experts read a site of a block; None: none do."""
+    mlp = architecture.blocks[layer].mlp
+    return mlp.experts if mlp is not None and site in MLP_SITES else None
 
 
 def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup]:
@@ -353,7 +366,7 @@ def _in_f32(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
 
 
 def _planned_delta_net(checkpoint: Checkpoint, architecture: Architecture, layer: int) -> Iterator[PlannedGroup]:
-    """What a gated delta net or a short convolution has beside its two sites."""
+    """What a mixer that keeps a state has beside its two sites."""
     names = checkpoint.family.state
     for name, shape in delta_shapes(architecture, layer).items():
         assert names is not None

@@ -31,7 +31,7 @@ from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture, check_numbers
-from sparsepack.models.blocks import Attention, DeltaNet, ShortConv
+from sparsepack.models.blocks import Attention, DeltaNet, Mamba, ShortConv
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.family import MLP_MID, MLP_SITES
@@ -74,9 +74,13 @@ RULE_VECTORS = (".threshold", ".steps", ".offset")
 def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple[int, ...], int]]:
     """For each site of a block: output rows of its projections in stacking order, and input columns; of an MLP with
     experts those of each expert."""
-    mixer = architecture.blocks[layer].mixer
+    mixer, mlp = architecture.blocks[layer].mixer, architecture.blocks[layer].mlp
     into: tuple[int, ...]
-    if isinstance(mixer, DeltaNet):
+    if mixer is None:
+        into, inner = (), 0
+    elif isinstance(mixer, Mamba):
+        into, inner = (mixer.rows,), mixer.inner
+    elif isinstance(mixer, DeltaNet):
         into, inner = (mixer.channels, mixer.values), mixer.values
     elif isinstance(mixer, ShortConv):
         into, inner = (3 * mixer.channels,), mixer.channels
@@ -85,13 +89,13 @@ def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple
     else:
         inner, keys = architecture.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
         into = (inner * (1 + mixer.gated), *((keys,) if mixer.k_eq_v else (keys, keys)))
-    mlp = architecture.blocks[layer].mlp
     apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": (into, architecture.hidden),
         "attn_out": ((architecture.hidden,), inner),
-        "mlp_in": ((mlp.width,) * (2 if mlp.gated else 1), architecture.hidden),
-        "mlp_mid": ((architecture.hidden,), mlp.width),
     }
+    if mlp is not None:
+        apart["mlp_in"] = ((mlp.width,) * (2 if mlp.gated else 1), architecture.hidden)
+        apart["mlp_mid"] = ((architecture.hidden,), mlp.width)
     if architecture.latent is not None:
         of = architecture.latent
         apart["attn_q_b"] = ((architecture.heads * of.query,), of.q_rank)
@@ -135,8 +139,13 @@ def stored_tensors(name: str, blocks: Tensor, tail: Tensor | None) -> dict[str, 
 
 
 def delta_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[int, ...]]:
-    """The shapes of what a gated delta net has beside its sites, by our names; empty for a block with attention."""
+    """The shapes of what a mixer that keeps a state has beside its sites, by our names; empty for a block with
+    attention."""
     mixer = architecture.blocks[layer].mixer
+    if isinstance(mixer, Mamba):
+        heads = dict.fromkeys(("mamba_a_log", "mamba_dt_bias", "mamba_skip"), (mixer.heads,))
+        convolution = {"mamba_conv": (mixer.channels, mixer.taps), "mamba_conv_bias": (mixer.channels,)}
+        return {**convolution, **heads, "mamba_norm": (mixer.inner,)}
     if isinstance(mixer, ShortConv):
         return {"short_conv": (mixer.channels, mixer.taps)}
     if not isinstance(mixer, DeltaNet):
@@ -237,15 +246,17 @@ class ModelReader:
 
     def mlp(self, layer: int) -> Mlp:
         """The MLP of a block."""
-        experts, routing = self.architecture.blocks[layer].mlp.experts, self.architecture.family(layer).experts
+        mlp, routing = self.architecture.blocks[layer].mlp, self.architecture.family(layer).experts
+        if mlp is None:
+            return DenseMlp({})
+        experts = mlp.experts
         if experts is None or routing is None:
             return DenseMlp(self.sites(layer, MLP_SITES))
         router, shapes = self.router(layer, ROUTER, experts.count), site_shapes(self.architecture, layer)
         gated = routing.shared is not None and routing.shared.gate
         shared = self.router(layer, SHARED_GATE, 1) if gated else None
         sites = {site: self.experts_site(f"blk.{layer}.{site}", experts.stored, *shapes[site]) for site in MLP_SITES}
-        biased = self.architecture.blocks[layer].mlp.biased
-        bias = self.vector(f"blk.{layer}.{ROUTER_BIAS}", experts.count) if biased else None
+        bias = self.vector(f"blk.{layer}.{ROUTER_BIAS}", experts.count) if mlp.biased else None
         corrected = routing.routing is not None and routing.routing.correction
         correction = self.vector(f"blk.{layer}.{CORRECTION}", experts.count) if corrected else None
         scale = self.vector(f"blk.{layer}.{EXPERT_SCALE}", experts.count) if routing.own_norms is not None else None
@@ -265,7 +276,7 @@ class ModelReader:
         rule = self.rule(name, columns, experts if name.endswith(MLP_MID) else None)
         if rule is not None and rule.offset is not None:
             raise self.wrong(f"{name} has offsets, which experts have no place for")
-        if not any(block.mlp.biased for block in self.architecture.blocks):
+        if not any(block.mlp is not None and block.mlp.biased for block in self.architecture.blocks):
             return PackedExpertsSite(matrix, rule, parts)
         bias = self.rows_matrix(f"{name}.bias", ("F32",), (experts, rows))
         return PackedExpertsSite(matrix, rule, parts, decode_matrix(bias).clone())

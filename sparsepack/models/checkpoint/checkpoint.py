@@ -342,7 +342,7 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     if file is not None:
         stored = GgufSource(file, family, config)
     else:
-        in_files = SafetensorsSource(path, family.decoder, described.part, tuple(family.left_out))
+        in_files = SafetensorsSource(path, family.decoder, described.part, tuple(family.left_out), family.renamed)
         for begins, what in family.left_out.items():
             if count := sum(tensor.startswith(begins) for tensor in in_files.omitted):
                 say(f"{name}: {what} ({begins}*, {count} tensors) is left out: nothing here computes it")

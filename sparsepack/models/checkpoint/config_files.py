@@ -71,7 +71,9 @@ def check_fields(values: Mapping[str, Any], where: str, has_row: bool = True) ->
 def _layer_types(model_type: object) -> tuple[str, ...]:
     """What layers of a model may be called."""
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
-    return _LAYER_TYPES if family is None or family.state is None else (_LAYER_TYPES[0], family.state.kind)
+    if family is None or family.state is None:
+        return _LAYER_TYPES
+    return _LAYER_TYPES[0], family.state.kind, *family.mlp_kinds
 
 
 def config_of(values: Mapping[str, Any]) -> Any:

@@ -209,7 +209,7 @@ def checked_family(config: Any, name: str) -> Family:
     if config.model_type in FAMILIES and family.covers(config):
         sizes = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31)
         _check_sizes(config, name, sizes, family.row(config))
-        if family.dense_mlps is not None:
+        if family.dense_mlps is not None and not family.mlp_kinds:
             _check_kinds(config, name, family.dense_mlps.key)
         return family_of_config(config)
     if type(getattr(config, "max_position_embeddings", None)) is not int:

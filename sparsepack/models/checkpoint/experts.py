@@ -21,6 +21,7 @@ _BIASES = ("gate_proj.bias", "up_proj.bias", "down_proj.bias")
 _BIAS = "_bias"
 _OF_PARAMETERS = {
     Experts.GATE_UP: PARTS[:2],
+    Experts.UP: PARTS[1:2],
     Experts.DOWN: PARTS[2:],
     f"{Experts.GATE_UP}{_BIAS}": _BIASES[:2],
     f"{Experts.DOWN}{_BIAS}": _BIASES[2:],
@@ -34,18 +35,18 @@ Shape = tuple[int, ...]
 def as_experts(site: str, weights: Sequence[torch.Tensor], width: int) -> torch.Tensor:
     """The matrices of a shared expert at a site as those of experts of this width: [experts, rows, columns].
 
-    weights -- gate and up [experts * width, hidden] at mlp_in, down [hidden, experts * width] at mlp_mid
+    weights -- gate and up, or up alone, [experts * width, hidden] at mlp_in, down [hidden, experts * width] at mlp_mid
     """
     if site == MLP_MID:
         return torch.unflatten(weights[0], 1, (-1, width)).transpose(0, 1)
     return torch.cat([torch.unflatten(weight, 0, (-1, width)) for weight in weights], 1)
 
 
-def as_shared(site: str, experts: torch.Tensor) -> list[torch.Tensor]:
-    """The inverse of `as_experts`."""
+def as_shared(site: str, experts: torch.Tensor, parts: int = 2) -> list[torch.Tensor]:
+    """The inverse of `as_experts`; parts -- matrices at mlp_in."""
     if site == MLP_MID:
         return [experts.transpose(0, 1).flatten(1)]
-    return [weight.flatten(0, 1) for weight in experts.chunk(2, 1)]
+    return [weight.flatten(0, 1) for weight in experts.chunk(parts, 1)]
 
 
 def part_shapes(family: Family, shapes: Mapping[str, Shape]) -> dict[str, Shape]:
@@ -84,8 +85,9 @@ def part_tensor(family: Family, name: str, tensor: Callable[[str], torch.Tensor]
 def _whole(family: Family, name: str) -> str:
     """The tensor of the stock model that a part is of; any other tensor itself."""
     module, _, part = name.rpartition(".experts.") if family.experts else ("", "", "")
+    other = Experts.UP if family.experts is None or family.experts.gated else Experts.GATE_UP
     for parameter, parts in _OF_PARAMETERS.items():
-        if part in parts:
+        if part in parts and parameter != other:
             return f"{module}.experts.{parameter}"
     for projection, parts in family.split.items():
         module, _, last = name.removesuffix(".weight").rpartition(".")
@@ -130,7 +132,8 @@ def experts_source(source: TensorSource, family: Family, count: int, name: str) 
 
     Raises `CheckpointError` where an expert is missing, or is of another shape or type than the others of its block.
     """
-    all_stored, joined = entries_of(source), _Joined(source, count, name)
+    assert family.experts is not None
+    all_stored, joined = entries_of(source), _Joined(source, count, name, family.experts.gated)
     entries: dict[str, tuple[torch.dtype, Shape]] = {}
     renamed: dict[str, str] = {}
     apart: dict[str, dict[str, dict[int, str]]] = {}  # module, part, expert
@@ -305,13 +308,14 @@ def _placed(source: TensorSource, family: Family) -> Iterator[tuple[str, int, st
 class _Joined:
     """The stock model's tensors out of those of single experts, or of all experts' parts."""
 
-    def __init__(self, source: TensorSource, count: int, name: str) -> None:
+    def __init__(self, source: TensorSource, count: int, name: str, gated: bool) -> None:
         self._source, self._count, self._name = source, count, name
+        self._into = (Experts.GATE_UP, PARTS[:2]) if gated else (Experts.UP, PARTS[1:2])
         self._pieces: dict[str, list[list[str]]] = {}  # of each fused tensor: of each part, its tensors in the source
         self._entries: dict[str, tuple[torch.dtype, Shape]] = {}
 
     def join(self, module: str, parts: Mapping[str, Mapping[int, str]]) -> Entries:
-        for parameter, of in ((Experts.GATE_UP, PARTS[:2]), (Experts.DOWN, PARTS[2:])):
+        for parameter, of in (self._into, (Experts.DOWN, PARTS[2:])):
             pieces = [self._tensors(module, part, parts.get(part, {})) for part in of]
             name, all_of = f"{module}.{parameter}", [piece for part in pieces for piece in part]
             shapes = {self._source.shapes[piece] for piece in all_of}
@@ -332,7 +336,7 @@ class _Joined:
                 raise CheckpointError(f"{self._name}: {all_of[0]} is {self._described(all_of[0])}; expected a matrix")
             self._pieces[name] = pieces
             self._entries[name] = next(iter(dtypes)), (self._count, len(of) * shape[0], shape[1])
-        return {name: self._entries[name] for name in (f"{module}.{Experts.GATE_UP}", f"{module}.{Experts.DOWN}")}
+        return {name: self._entries[name] for name in (f"{module}.{self._into[0]}", f"{module}.{Experts.DOWN}")}
 
     def _described(self, stored: str) -> str:
         return f"{str(self._source.dtypes[stored]).removeprefix('torch.')} {list(self._source.shapes[stored])}"

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -35,12 +36,18 @@ class SafetensorsSource:
                base models alone name their tensors by it, without what stands before it in the whole model
     part    -- which of the tensors are the model's; None: all of them
     left_out -- what the names of tensors begin with that are not read, but named in `omitted`
+    renamed -- what names of tensors may begin with -> what they begin with here
     """
 
     file: GgufFile | None = None
 
     def __init__(
-        self, folder: Path, decoder: str = "", part: TextPart | None = None, left_out: tuple[str, ...] = ()
+        self,
+        folder: Path,
+        decoder: str = "",
+        part: TextPart | None = None,
+        left_out: tuple[str, ...] = (),
+        renamed: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         from safetensors import SafetensorError, safe_open
 
@@ -62,7 +69,7 @@ class SafetensorsSource:
                             self.omitted.append(stored_as)
                             continue
                         name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
-                        for begins, own in part.names.items() if part is not None else ():
+                        for begins, own in (renamed if part is None else part.names).items():
                             if name.startswith(begins):
                                 name = own + name.removeprefix(begins)
                                 break

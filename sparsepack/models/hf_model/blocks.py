@@ -261,7 +261,7 @@ class BlockStream:
             norms_by_one_kernel(backbone.layers[0])
         after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
         self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}
-        for name in ("embed_tokens", *after):
+        for name in (family.embedding_module, *after):
             setattr(backbone, name, nn.Identity())
         if family.widening and getattr(backbone, family.widening) is not None:
             setattr(backbone, family.widening, nn.Identity())

@@ -19,7 +19,6 @@ from transformers.cache_utils import Cache, DynamicLayer, LinearAttentionLayer
 from sparsepack.models.family import Family
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import backbone_of
-from sparsepack.models.parts import DeltaNetNames, ShortConvNames
 
 Change = Callable[[int, str, torch.Tensor], tuple[torch.Tensor, torch.Tensor] | None]
 """The function takes (layer, site, x [B, S, columns]) and returns the vector to use in place of x and a scalar that
@@ -161,7 +160,9 @@ class _KeptState(LinearAttentionLayer):
 
 
 def _keeps_state(block: nn.Module) -> bool:
-    return any(hasattr(block, names.module) for names in (DeltaNetNames(), ShortConvNames()))
+    return any(
+        isinstance(getattr(module, "conv1d", getattr(module, "conv", None)), nn.Conv1d) for module in block.children()
+    )
 
 
 def _kept(block: nn.Module) -> _Kept | _KeptState:

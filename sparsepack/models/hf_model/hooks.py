@@ -1,6 +1,7 @@
 """Watch or change the hidden vector at each site of Hugging Face decoder blocks, and what goes on inside their
 experts, through transformers' own interface."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -133,9 +134,12 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
     late: Any = next((watch.shared for watch in watches if watch.shared is not None), None)
     everyone, count = torch.arange(len(hidden), device=hidden.device), len(module.down_proj)
     if late is not None:
-        both = torch.cat([late.gate_proj(hidden), late.up_proj(hidden)], -1)
-        first, up = shown(into, count, everyone, hidden, both).chunk(2, dim=-1)
-        of_shared = late.act_fn(first) * up
+        both = late.up_proj(hidden)
+        if module.has_gate:
+            both = torch.cat([late.gate_proj(hidden), both], -1)
+        both = shown(into, count, everyone, hidden, both)
+        first, *up = both.chunk(1 + module.has_gate, dim=-1)
+        of_shared = math.prod(up, start=late.act_fn(first))
         middle = torch.cat([middle, of_shared.unflatten(1, (-1, middle.shape[-1]))], 1)
     for watch in watches:
         changed = None if watch.middle is None else watch.middle(middle)
@@ -302,7 +306,7 @@ def routing_hooks(
 def _shape_hook(layer: int, block: nn.Module, family: Family, shape: list[int]) -> RemovableHandle:
     """Keep B and S of what enters a block in `shape`: as its first site shows them, which a block with a row is given
     before any code joins rows and positions; else as the block itself is given it."""
-    if family.has_row:
+    if family.has_row and not family.mlp_kinds:
         first = block.get_submodule(next(iter(family.of_block(block).projections_of(layer).values()))[0])
         return first.register_forward_pre_hook(lambda _, inputs: shape.__setitem__(slice(None), inputs[0].shape[:-1]))
 

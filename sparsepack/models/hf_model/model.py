@@ -53,7 +53,7 @@ def single_layer(config: Any, layer: int = 0) -> Any:
     for name in ("layer_types", family.rope_layers):
         if name and (kinds := getattr(config, name, None)):
             setattr(single, name, [kinds[layer]])
-    if family.dense_mlps is not None:
+    if family.dense_mlps is not None and not family.mlp_kinds:
         setattr(single, family.dense_mlps.key, family.dense_mlps.setting(layer in family.of(config).dense_layers))
     if family.global_heads:
         of_layer = config.per_layer_config[layer]

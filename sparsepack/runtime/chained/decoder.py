@@ -62,7 +62,9 @@ class OperationsDecoder:
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
         a = packed.architecture
         self._cached = {layer: number for number, layer in enumerate(a.attention_layers)}
-        self._states = states_of(a.delta_net, [layer.delta_net for layer in self._layers], a.norm_eps, sequences)
+        self._states = states_of(
+            a.delta_net or a.mamba, [layer.delta_net for layer in self._layers], a.norm_eps, sequences
+        )
         self.stepped = 0
         self._scales: SequenceScales | None = None
 
@@ -168,12 +170,14 @@ class OperationsDecoder:
             if layer.basis is not None:
                 x = self._operations.matmul(layer.basis, x)
             norm = partial(self._norm, layer)
-            read = norm("attn_norm", x) if block.norms_before else x
-            update = self._mixed(number, read, mode, sequences, scales)
-            x = x + (norm("attn_post_norm", update) if block.norms_after else update)
-            read = norm("mlp_norm", x) if block.norms_before else x
-            update = layer.mlp.output(read, block.mlp.activation, mode, scales)
-            x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
+            if block.mixer is not None:
+                read = norm("attn_norm", x) if block.norms_before else x
+                update = self._mixed(number, read, mode, sequences, scales)
+                x = x + (norm("attn_post_norm", update) if block.norms_after else update)
+            if block.mlp is not None:
+                read = norm("mlp_norm", x) if block.norms_before else x
+                update = layer.mlp.output(read, block.mlp.activation, mode, scales)
+                x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
             if layer.scalar is not None:
                 x = x * layer.scalar
         if controlled is not None and scales is not None:

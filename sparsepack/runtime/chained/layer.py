@@ -206,7 +206,7 @@ class LoadedExpertMlp:
 
     level_bytes -- as of a `LoadedSite`
     biases      -- of each site, float32 [experts, rows]; None: there are none
-    routing, correction, shared_gate, scale -- as an `ExpertMlp` has them
+    routing, correction, shared_gate, scale, gated -- as an `ExpertMlp` has them
     norms       -- RMSNorms of what the chosen experts make, and of what the shared ones do; None: there are none
     """
 
@@ -224,6 +224,7 @@ class LoadedExpertMlp:
     routing: Router | None = None
     correction: Tensor | None = None
     scale: Tensor | None = None
+    gated: bool = True
     norms: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
 
     def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
@@ -240,8 +241,11 @@ class LoadedExpertMlp:
         middle: Tensor | None = None
         for expert, token, slot in places:
             of_these = None if read is None else read[token, 0]
-            gate, up = self._biased("mlp_in", expert, product(into[expert], x[token, 0], of_these)).chunk(2, dim=-1)
-            gated = reference.gated(activation, gate, up)
+            made = self._biased("mlp_in", expert, product(into[expert], x[token, 0], of_these))
+            if self.gated:
+                gated = reference.gated(activation, *made.chunk(2, dim=-1))
+            else:
+                gated = reference.ACTIVATION_FUNCTIONS[activation](made)
             middle = x.new_empty(*chosen.shape, gated.shape[1]) if middle is None else middle
             middle[token, slot] = gated
         assert middle is not None
@@ -380,7 +384,7 @@ def _load_experts(mlp: ExpertMlp, operations: Operations, device: torch.device) 
     correction = None if mlp.correction is None else mlp.correction.to(device)
     scale = None if mlp.scale is None else mlp.scale.to(device)
     gates, of_sites = (router, bias, shared, mlp.used, mlp.normalised), (matrices, rules, biases, active, bytes)
-    return LoadedExpertMlp(operations, *gates, *of_sites, mlp.routing, correction, scale)
+    return LoadedExpertMlp(operations, *gates, *of_sites, mlp.routing, correction, scale, mlp.gated)
 
 
 _LOADERS: Mapping[MlpKind, Callable[[Any, Operations, torch.device], Mlp]] = {

@@ -14,7 +14,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import DENSE, NEURONS, PLAIN_NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.blocks import EXPERT_NORMS, DeltaNet, ShortConv
+from sparsepack.models.blocks import EXPERT_NORMS, DeltaNet, Mamba, ShortConv
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.models.sites import SiteRule
@@ -188,6 +188,10 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
             _add_delta_net(builder, block.mixer, layer.delta_net)
         elif isinstance(block.mixer, ShortConv):
             builder.set_short_conv(**asdict(block.mixer), conv=vector(layer.delta_net["short_conv"].T))
+        elif isinstance(block.mixer, Mamba):
+            _add_mamba(builder, block.mixer, layer.delta_net)
+        elif block.mixer is None:
+            pass  # an MLP alone
         elif block.mixer.gated:
             builder.set_gated()
         elif block.mixer.k_eq_v:
@@ -227,6 +231,18 @@ def _add_delta_net(builder: Any, mixer: DeltaNet, of: Mapping[str, Tensor]) -> N
         rate=vector(of["delta_a_log"].exp()),
         bias=vector(of["delta_dt_bias"]),
         norm=vector(of["delta_norm"]),
+    )
+
+
+def _add_mamba(builder: Any, mixer: Mamba, of: Mapping[str, Tensor]) -> None:
+    builder.set_mamba(
+        **asdict(mixer),
+        conv=vector(of["mamba_conv"].T),
+        conv_bias=vector(of["mamba_conv_bias"]),
+        rate=vector(of["mamba_a_log"].exp()),
+        bias=vector(of["mamba_dt_bias"]),
+        skip=vector(of["mamba_skip"]),
+        norm=vector(of["mamba_norm"]),
     )
 
 

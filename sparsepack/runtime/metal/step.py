@@ -163,6 +163,7 @@ class Step:
             x, other = other, x
             mid, mlp = self._columns(number, "mlp_mid", sparse), self._model.architecture.blocks[number].mlp
             stacked = self._sums(number, "mlp_in", sparse)
+            assert mlp is not None  # this backend lacks `ALONE`
             yield products.collect_gated(stacked, mlp.width, mlp.activation, self._found, **_which(mid))
             yield self._product(number, "mlp_mid")
             added = self._sums(number, "mlp_mid", sparse)

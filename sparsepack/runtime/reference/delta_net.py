@@ -1,5 +1,6 @@
 """The oracle's mixers that keep a state in place of keys and values, in plain torch: the gated delta net (Gated Delta
-Networks, arXiv 2412.06464), token by token, and LFM2's short convolution."""
+Networks, arXiv 2412.06464) and the state-space model (Mamba-2, arXiv 2405.21060), token by token, and LFM2's short
+convolution."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -10,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu, softplus
 
 from sparsepack.errors import UserError
-from sparsepack.models.blocks import DeltaNet
+from sparsepack.models.blocks import DeltaNet, Mamba
 from sparsepack.runtime.reference.products import rms_norm
 
 L2_EPS = 1e-6
@@ -52,10 +53,28 @@ def delta_rule(q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, sta
     return outputs
 
 
+def state_space(x: Tensor, b: Tensor, c: Tensor, steps: Tensor, rate: Tensor, state: Tensor) -> Tensor:
+    """The outputs h c of each head after h = exp(-rate d) h + d x b, token by token.
+
+    x     -- float32 [S, heads, head_dim]
+    b, c  -- float32 [S, heads, state]
+    steps -- d, float32 [S, heads]; rate: float32 [heads]
+    state -- h, float32 [heads, head_dim, state], which is changed
+
+    Returns float32 [S, heads, head_dim].
+    """
+    outputs = torch.empty_like(x)
+    for t in range(len(x)):
+        state *= (-rate * steps[t]).exp()[:, None, None]
+        state += (steps[t, :, None] * x[t])[:, :, None] * b[t, :, None]
+        outputs[t] = torch.einsum("hds,hs->hd", state, c[t])
+    return outputs
+
+
 @dataclass
 class _Kept:
-    """What a sequence keeps of a block: state [value_heads, key_dim, value_dim] after so many tokens, empty of a short
-    convolution, and the last inputs of the convolution [taps - 1, channels]."""
+    """What a sequence keeps of a block: state [value_heads, key_dim, value_dim], or [heads, head_dim, state], after so
+    many tokens, empty of a short convolution, and the last inputs of the convolution [taps - 1, channels]."""
 
     state: Tensor
     inputs: Tensor
@@ -156,14 +175,46 @@ class DeltaNetStates(States):
         return _Kept(like.new_zeros(m.value_heads, m.key_dim, m.value_dim), like.new_zeros(m.taps - 1, m.channels))
 
 
+class MambaStates(States):
+    """Those of state-space models (Mamba-2). Rows of attn_in are as `blocks.Mamba` says.
+
+    eps -- of the norm of outputs
+    """
+
+    def __init__(self, mixer: Mamba, layers: Mapping[int, Mapping[str, Tensor]], eps: float, sequences: int) -> None:
+        self._mixer, self._eps = mixer, eps
+        super().__init__(layers, sequences)
+
+    def _mixed(self, layer: int, rows: Tensor, x: Tensor, kept: _Kept) -> Tensor:
+        m, w = self._mixer, self._layers[layer]
+        gates, inputs, steps = torch.split(rows, [m.inner, m.channels, m.heads], -1)
+        mixed, kept.inputs = causal_convolution(inputs, kept.inputs, w["mamba_conv"])
+        of_groups = m.groups * m.state
+        x, b, c = torch.split(silu(mixed + w["mamba_conv_bias"]), [m.inner, of_groups, of_groups], -1)
+        x = torch.unflatten(x, -1, (m.heads, m.head_dim))
+        b, c = (
+            torch.unflatten(each, -1, (m.groups, m.state)).repeat_interleave(m.heads // m.groups, 1) for each in (b, c)
+        )
+        steps = softplus(steps + w["mamba_dt_bias"])
+        outputs = state_space(x, b, c, steps, w["mamba_a_log"].exp(), kept.state) + w["mamba_skip"][:, None] * x
+        gated = torch.unflatten(outputs.flatten(1) * silu(gates), -1, (m.norms, -1))
+        return rms_norm(gated, w["mamba_norm"].view(m.norms, -1), self._eps).flatten(1)
+
+    def _zeros(self, layer: int) -> _Kept:
+        m, like = self._mixer, self._layers[layer]["mamba_conv"]
+        return _Kept(like.new_zeros(m.heads, m.head_dim, m.state), like.new_zeros(m.taps - 1, m.channels))
+
+
 def states_of(
-    mixer: DeltaNet | None, layers: Sequence[Mapping[str, Tensor]], eps: float, sequences: int
+    mixer: DeltaNet | Mamba | None, layers: Sequence[Mapping[str, Tensor]], eps: float, sequences: int
 ) -> States | None:
     """The states of a model, by what each of its blocks that keep one has of its mixer; None where none keeps one.
 
-    mixer -- the delta net of these; None: they have short convolutions
+    mixer -- the delta net or the state-space model of these; None: they have short convolutions
     """
     of_layers = {n: layer for n, layer in enumerate(layers) if layer}
     if mixer is None:
         return ShortConvStates(of_layers, sequences) if of_layers else None
+    if isinstance(mixer, Mamba):
+        return MambaStates(mixer, of_layers, eps, sequences)
     return DeltaNetStates(mixer, of_layers, eps, sequences)

@@ -275,7 +275,7 @@ void check_elementwise(const Kernels& k) {
     }
 }
 
-void check_delta_rule(const Kernels& k) {
+void check_states(const Kernels& k, void (*Kernels::*step)(const DeltaWork*), const char* what) {
     for (int keys : {1, 3, 8, 128}) {
         for (int values : {1, 7, 8, 12, 16, 17, 33, 64, 100, 128}) {
             std::vector<float> q = normals(keys, 0.2f), key = normals(keys, 0.2f), v = normals(values), y[2], state[2];
@@ -287,11 +287,11 @@ void check_delta_rule(const Kernels& k) {
                 for (int token = 0; token < 3; token++) {
                     DeltaWork work = {q.data(), key.data(), v.data(),        0.9f,       0.6f,
                                       keys,     values,     state[s].data(), y[s].data()};
-                    (s ? k : scalar_kernels).delta_rule(&work);
+                    ((s ? k : scalar_kernels).*step)(&work);
                 }
             }
-            check_near(y[1], y[0], k.name, text("delta rule of %d x %d", keys, values), 1e-5f);
-            check_near(state[1], state[0], k.name, text("delta rule of %d x %d: state", keys, values), 1e-5f);
+            check_near(y[1], y[0], k.name, text("%s of %d x %d", what, keys, values), 1e-4f);
+            check_near(state[1], state[0], k.name, text("%s of %d x %d: state", what, keys, values), 1e-5f);
         }
     }
 }
@@ -330,7 +330,8 @@ void check_set(const Kernels& k) {
     check_rows(k);
     check_elementwise(k);
     check_halves(k);
-    check_delta_rule(k);
+    check_states(k, &Kernels::delta_rule, "delta rule");
+    check_states(k, &Kernels::state_space, "state-space model");
     check_attention_kernels(k);
     check_plane_kernels(k);
     check_neuron_kernels(k);

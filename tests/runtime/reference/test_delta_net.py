@@ -8,8 +8,14 @@ from operations_for_tests import normal
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.models.blocks import DeltaNet
-from sparsepack.runtime.reference.delta_net import DeltaNetStates, causal_convolution, delta_rule
+from sparsepack.models.blocks import DeltaNet, Mamba
+from sparsepack.runtime.reference.delta_net import (
+    DeltaNetStates,
+    MambaStates,
+    causal_convolution,
+    delta_rule,
+    state_space,
+)
 
 NET = DeltaNet(key_heads=2, value_heads=6, key_dim=5, value_dim=7, taps=4)
 HIDDEN = 11
@@ -102,3 +108,37 @@ def test_a_state_of_other_tokens_is_refused_and_an_empty_sequence_begins_anew() 
         with pytest.raises(UserError, match=f"is that after 4 tokens, {length} are in the context"):
             kept.mix(0, rows, x, 0, length)
     assert torch.equal(kept.mix(0, rows, x, 0, 0), expected)
+
+
+def test_a_state_space_model_adds_what_has_not_faded() -> None:
+    x, b, c = normal(6, 4, 3), normal(6, 4, 5, seed=1), normal(6, 4, 5, seed=2)
+    steps, rate, state = normal(6, 4, seed=3).abs(), normal(4, seed=4).abs(), torch.zeros(4, 3, 5)
+    found = state_space(x, b, c, steps, rate, state)
+    passed = steps.double().cumsum(0)
+    for t in range(6):
+        faded = (-rate * (passed[t] - passed[: t + 1])).exp() * steps[: t + 1]  # [tokens, heads]
+        share = faded * (b[: t + 1].double() * c[t]).sum(-1)
+        expected = (share[..., None] * x[: t + 1]).sum(0)
+        assert (found[t] - expected).abs().max() < 1e-5
+    in_state = ((-rate * (passed[-1] - passed)).exp() * steps)[..., None, None] * x[..., None] * b[:, :, None]
+    assert (state - in_state.sum(0)).abs().max() < 1e-5
+
+
+def test_a_text_of_a_state_space_model_is_the_same_in_pieces() -> None:
+    """Groups of heads share B and C, and groups of channels are normed apart."""
+    net = Mamba(heads=6, head_dim=4, groups=2, state=5, taps=3, norms=2)
+    of_heads = {
+        name: normal(net.heads, seed=n) for n, name in enumerate(("mamba_a_log", "mamba_dt_bias", "mamba_skip"))
+    }
+    of_channels = {
+        "mamba_conv": normal(net.channels, net.taps, seed=7),
+        "mamba_conv_bias": normal(net.channels, seed=8),
+    }
+    layer = {**of_heads, **of_channels, "mamba_norm": normal(net.inner, seed=9)}
+    rows, x = normal(7, net.rows, seed=10), normal(7, HIDDEN)
+    whole = MambaStates(net, {2: layer}, 1e-6, 1).mix(2, rows, x, 0, 0)
+    states = MambaStates(net, {2: layer}, 1e-6, 1)
+    parts = [states.mix(2, rows[n : n + 1], x[n : n + 1], 0, n) for n in range(7)]
+    assert torch.allclose(torch.cat(parts), whole, atol=1e-5)
+    with pytest.raises(UserError, match="begin the sequence anew"):
+        states.mix(2, rows[:1], x[:1], 0, 3)

@@ -151,6 +151,7 @@ def load_model(
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=of_basis)
         attention = load_attention(of.attention, device, kernels, of_attention)
         mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
+        assert block.mlp is not None  # this backend lacks `ALONE`
         q_norm, kv_norm = (norm(name) for name in LATENT_NORMS)
         latent_norms = None if kv_norm is None else (q_norm, kv_norm)
         expert_norms = norms(*EXPERT_NORMS)

@@ -17,24 +17,28 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
         const Layer& layer = model_.layers[number];
 
         if (layer.basis) change_basis_of_rows(*layer.basis, first, last, batch);
-        norm_rows(layer.attn_norm, first, last);
-        pool_.barrier();
-        if (layer.delta_net) {
-            // Before the product, which leaves of its inputs the active columns alone.
-            multiply_gates(number, normed, batch, thread);
+        if (layer.mixes()) {
+            norm_rows(layer.attn_norm, first, last);
             pool_.barrier();
+            if (layer.delta_net) {
+                // Before the product, which leaves of its inputs the active columns alone.
+                multiply_gates(number, normed, batch, thread);
+                pool_.barrier();
+            }
+            Sums into = multiply_batch(number, ATTN_IN, normed, batch, sparse, thread);
+            if (layer.latent)
+                attend_latents_batch(into, number, batch, sparse, thread);
+            else
+                attend_batch(into, number, batch, sparse, thread);
+            pool_.barrier();
+            Sums sums = multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread);
+            add_batch(sums, layer.attn_post_norm, batch, thread);
         }
-        Sums into = multiply_batch(number, ATTN_IN, normed, batch, sparse, thread);
-        if (layer.latent)
-            attend_latents_batch(into, number, batch, sparse, thread);
-        else
-            attend_batch(into, number, batch, sparse, thread);
-        pool_.barrier();
-        add_batch(multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread), layer.attn_post_norm, batch, thread);
-
-        norm_rows(layer.mlp_norm, first, last);
-        pool_.barrier();
-        mlp_batch(number, batch, sparse, thread);
+        if (layer.has_mlp()) {
+            norm_rows(layer.mlp_norm, first, last);
+            pool_.barrier();
+            mlp_batch(number, batch, sparse, thread);
+        }
         scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
     norm_rows(model_.output_norm, first, last);

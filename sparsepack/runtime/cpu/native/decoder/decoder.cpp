@@ -69,6 +69,17 @@ void check_delta_net(const DeltaNet& net, const Layer& layer, const Shape& s, co
     expect(layer.sites[ATTN_IN].bias.empty() && !layer.gated, name + ": a delta net with a bias");
 }
 
+void check_mamba(const Mamba& of, const Layer& layer, const std::string& name) {
+    for (int32_t value : {of.heads, of.head_dim, of.groups, of.state, of.taps, of.norms})
+        expect(value > 0, name + ": expected positive sizes of a state-space model");
+    expect(of.heads % of.groups == 0 && of.inner() % of.norms == 0, name + ": groups that do not fit");
+    size_t heads = size_t(of.heads), channels = size_t(of.channels());
+    expect(of.conv.size() == size_t(of.taps) * channels && of.conv_bias.size() == channels && of.rate.size() == heads &&
+               of.bias.size() == heads && of.skip.size() == heads && of.norm.size() == size_t(of.inner()),
+           name + ": convolution, decay or norm of another length");
+    expect(layer.sites[ATTN_IN].bias.empty() && !layer.gated, name + ": a state-space model with a bias");
+}
+
 void check_latent(const Latent& of, const Layer& layer, const AttentionShape& a, const std::string& name) {
     for (int32_t value : {of.kv_rank, of.plain, of.turning, of.value})
         expect(value > 0, name + ": expected positive sizes of latents");
@@ -80,7 +91,7 @@ void check_latent(const Latent& of, const Layer& layer, const AttentionShape& a,
     if (of.q_rank) check_site(layer.sites[ATTN_Q_B], of.queries(a.heads), of.q_rank, name + " attn_q_b");
 }
 
-void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
+void check_mixer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
     if (layer.delta_net) check_delta_net(*layer.delta_net, layer, s, name);
     if (layer.latent) check_latent(*layer.latent, layer, a, name);
     int64_t into = a.qkv_rows() + layer.gated * a.q_rows() - layer.k_eq_v * a.kv_rows();
@@ -94,11 +105,25 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         expect(layer.sites[ATTN_IN].bias.empty() && !layer.gated, name + ": a short convolution with a bias");
         into = of.rows(), mixed = of.channels;
     }
+    if (layer.mamba) {
+        check_mamba(*layer.mamba, layer, name);
+        into = layer.mamba->rows(), mixed = layer.mamba->inner();
+    }
     check_site(layer.sites[ATTN_IN], into, s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, mixed, name + " attn_out");
     expect(layer.gated + layer.k_eq_v + !layer.q_row_norm.empty() <= 1,
            name + ": gates, keys for values, or queries normed together, not two of these");
-    if (layer.neurons) {
+}
+
+void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
+    expect(layer.mixes() || layer.has_mlp(), name + ": neither attention nor an MLP");
+    expect(layer.mixes() ||
+               !(layer.keeps_state() || layer.latent || layer.gated || layer.k_eq_v || layer.sites[ATTN_OUT].matrix),
+           name + ": no matrix of attention");
+    if (layer.mixes()) check_mixer(layer, s, a, name);
+    if (!layer.has_mlp()) {
+        expect(!layer.sites[MLP_MID].matrix && !layer.gates, name + ": no matrix of an MLP");
+    } else if (layer.neurons) {
         if (layer.gates)
             expect(layer.gates->count == s.intermediate && layer.gates->bands * BAND_ROWS == s.hidden,
                    name + ": gates of another shape");
@@ -114,7 +139,7 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         const Zigzag *in = layer.sites[MLP_IN].matrix, *mid = layer.sites[MLP_MID].matrix;
         const int64_t width = mid ? mid->columns : 0;
         expect(width > 0 && width <= s.intermediate, name + ": an MLP wider than all are");
-        bool plain = !layer.experts && in && in->rows == width;
+        bool plain = in && in->rows == width;
         expect(!plain || s.activation == RELU, name + ": another activation without a gate");
         check_site(layer.sites[MLP_IN], (plain ? 1 : 2) * width, s.hidden, name + " mlp_in");
         size_t experts = layer.experts ? size_t(layer.experts->stored()) : 1;
@@ -139,7 +164,7 @@ void check_model(const Model& m) {
         expect(value > 0, "sizes: expected positive numbers");
     expect(!m.caches.empty(), "no cache");
     int attend = 0;
-    for (const Layer& layer : m.layers) attend += !layer.keeps_state();
+    for (const Layer& layer : m.layers) attend += layer.mixes() && !layer.keeps_state();
     expect(attend > 0, "no layer with attention");
     for (const auto& cache : m.caches) expect(cache->layers() == attend, "cache of other layers");
     expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
@@ -148,9 +173,11 @@ void check_model(const Model& m) {
     expect(m.output_norm.size() == size_t(s.hidden) || m.output_norm.size() == 2 * size_t(s.hidden),
            "output norm of another length");
     attend = 0;
-    for (size_t i = 0; i < m.layers.size(); ++i)
-        check_layer(m.layers[i], s, m.layers[i].keeps_state() ? m.caches[0]->shape() : m.caches[0]->shape(attend++),
+    for (size_t i = 0; i < m.layers.size(); ++i) {
+        bool attends = m.layers[i].mixes() && !m.layers[i].keeps_state();
+        check_layer(m.layers[i], s, attends ? m.caches[0]->shape(attend++) : m.caches[0]->shape(),
                     "block " + std::to_string(i));
+    }
 }
 
 // bias + W offset
@@ -185,17 +212,26 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
       a_(cache_->shape()),
       k_(kernels),
       pool_(threads) {
-    int64_t inner = 0, own_heads = 0, delta_gates = 0, delta = 0, latents = 0, padded[2] = {0, 0};
+    int64_t inner = 0, own_heads = 0, delta_gates = 0, delta = 0, latents = 0, mamba_rows = 0, padded[2] = {0, 0};
     int32_t attend = 0, keep = 0;
     states_.resize(model_.caches.size());
     for (Layer& layer : model_.layers) {
-        layer.width = layer.neurons ? s_.intermediate : int32_t(layer.sites[MLP_MID].matrix->columns);
+        if (layer.has_mlp())
+            layer.width = layer.neurons ? s_.intermediate : int32_t(layer.sites[MLP_MID].matrix->columns);
+        if (!layer.mixes()) continue;
         if (layer.latent) latents = std::max(latents, layer.latent->scratch());
         layer.kept = layer.keeps_state() ? keep++ : attend++;
         if (layer.short_conv) {
             inner = std::max<int64_t>(inner, layer.short_conv->channels);
             delta = std::max(delta, ShortConv::scratch());
             for (DeltaStates& states : states_) states.layers.emplace_back(*layer.short_conv);
+            continue;
+        }
+        if (layer.mamba) {
+            inner = std::max<int64_t>(inner, layer.mamba->inner());
+            mamba_rows = std::max(mamba_rows, layer.mamba->rows());
+            delta = std::max(delta, layer.mamba->scratch());
+            for (DeltaStates& states : states_) states.layers.emplace_back(*layer.mamba);
             continue;
         }
         if (!layer.delta_net) {
@@ -250,6 +286,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     changed_ = Buffer<float>(s_.hidden);
     attn_output_ = Buffer<float>(inner);
     delta_gates_ = Buffer<float>(delta_gates);
+    mamba_rows_ = Buffer<float>(batch * mamba_rows);
     middle_ = Buffer<float>(used * s_.intermediate);
     if (experts) {
         routed_ = Buffer<float>(experts + 1);

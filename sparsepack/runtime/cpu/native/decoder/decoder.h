@@ -12,7 +12,8 @@
 // A batch, a token of each of several sequences, has the same phases (decoder/batch.cpp); a product then reads the columns that are
 // active in any of the sequences, once for all of them. One sequence has the same bits whatever room there is for others.
 //
-// A block with a gated delta net has a state of each sequence in place of keys and values (decoder/delta_net.h).
+// A block with a gated delta net or a state-space model has a state of each sequence in place of keys and values
+// (decoder/delta_net.h).
 //
 // What lies between two phases and is small (norms, residual sums, listing the active columns) every thread does for
 // itself, in its own scratch: that is cheaper than another barrier. Products leave partial sums (threads/products.h);
@@ -120,10 +121,13 @@ struct Layer {
     int32_t width = 0;                    // neurons of the MLP, or of an expert; made by the decoder
     std::optional<DeltaNet> delta_net;    // in place of attention, between the same sites
     std::optional<ShortConv> short_conv;  // likewise
+    std::optional<Mamba> mamba;           // likewise
     bool gated = false;                   // attention has an output gate: of each head rows of queries, then of gates
     bool k_eq_v = false;                  // attn_in has no rows of values, which are the keys as it gives them
     float scalar = 1;                     // all that leaves the block is multiplied by it
-    bool keeps_state() const { return delta_net || short_conv; }
+    bool keeps_state() const { return delta_net || short_conv || mamba; }
+    bool mixes() const { return sites[ATTN_IN].matrix; }              // it has attention, or what is in its place
+    bool has_mlp() const { return neurons || sites[MLP_IN].matrix; }  // a block has both, or one of them
     int32_t kept = -1;  // which of the layers of the cache, or of the states, is this one; made by the decoder
 };
 
@@ -246,10 +250,13 @@ private:
 
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
+    Sums mixer(int layer, float* normed, bool sparse, int thread);
     Sums mlp(int layer, float* normed, bool sparse, int thread);
     void change_basis(const Rows& basis, float* x);
     void multiply_gates(int layer, const float* x, int32_t positions, int thread);
     void mix(const Sums& sums, int layer, const int32_t* sequences, int32_t batch, float* y, int thread);
+    void mix_mamba(const Sums* sums, int layer, const int32_t* sequences, int32_t batch, int32_t positions, float* rows,
+                   float* y, int thread);
     void norm_heads(const Sums& qkv, int layer, int thread);
     void attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread);
     int32_t border(int64_t columns, int thread) const;
@@ -299,6 +306,7 @@ private:
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
     void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
+    void mixer_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void mlp_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
     void mix_rows(int layer, int32_t positions, int thread);
@@ -323,6 +331,7 @@ private:
     Buffer<float> changed_;            // the hidden state in another basis
     std::vector<DeltaStates> states_;  // of each sequence
     int32_t sequence_ = 0;             // the one at hand
+    Buffer<float> mamba_rows_;         // rows of attn_in of state-space models, [sequences][rows]
     Buffer<float> delta_gates_;        // products of gates of delta nets, [positions][2 value_heads]
     Buffer<float> wide_qkv_;           // [prefill_tokens][queries, keys, values], where attention has a gate or latents
     Buffer<float> wide_latents_[2];    // [prefill_tokens][...], of queries, and of keys and values

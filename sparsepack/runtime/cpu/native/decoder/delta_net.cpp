@@ -113,6 +113,46 @@ void mix_head(const Kernels& k, const DeltaNet& net, DeltaState& state, int32_t 
     }
 }
 
+void convolve_channels(const Kernels& k, const Mamba& of, DeltaState& state, int32_t part, int32_t positions,
+                       float* rows) {
+    const int32_t first = part * Mamba::AT_ONCE, count = std::min(Mamba::AT_ONCE, of.channels() - first);
+    float ones[Mamba::AT_ONCE];
+    std::fill_n(ones, count, 1.0f);
+    for (int32_t p = 0; p < positions; ++p) {
+        float* x = rows + p * of.rows() + of.inner() + first;
+        convolve(of.conv, of.taps, of.channels(), state, first, count, x);
+        for (int32_t i = 0; i < count; ++i) x[i] += of.conv_bias[first + i];
+        k.gate(SILU, x, ones, count, x);
+    }
+}
+
+void step_head(const Kernels& k, const Mamba& of, DeltaState& state, int32_t head, int32_t positions, const float* rows,
+               float* y, float* scratch) {
+    const int32_t n = of.head_dim, group = head / (of.heads / of.groups);
+    for (int32_t p = 0; p < positions; ++p) {
+        const float* row = rows + p * of.rows();
+        const float* x = row + of.inner() + int64_t(head) * n;
+        const float step = softplus(row[of.inner() + of.channels() + head] + of.bias[head]);
+        for (int32_t i = 0; i < n; ++i) scratch[i] = step * x[i];
+        DeltaWork work;
+        work.k = row + 2 * int64_t(of.inner()) + int64_t(group) * of.state;
+        work.q = work.k + int64_t(of.groups) * of.state;
+        work.v = scratch;
+        work.decay = expf(-of.rate[head] * step), work.beta = 1;
+        work.key_dim = of.state, work.value_dim = n;
+        work.state = state.state.data() + int64_t(head) * of.state * n;
+        work.y = y + p * int64_t(of.inner()) + int64_t(head) * n;
+        k.state_space(&work);
+        for (int32_t i = 0; i < n; ++i) work.y[i] += of.skip[head] * x[i];
+    }
+}
+
+void norm_outputs(const Kernels& k, const Mamba& of, int32_t group, const float* rows, float eps, float* y) {
+    const int32_t n = of.inner() / of.norms, first = group * n;
+    k.gate(SILU, rows + first, y + first, n, y + first);
+    k.rms_norm(y + first, of.norm.data() + first, n, eps, y + first);
+}
+
 void mix_channels(const ShortConv& of, DeltaState& state, int32_t part, int32_t positions, const DeltaRows& rows,
                   float* y, float* scratch) {
     const int32_t first = part * ShortConv::AT_ONCE, count = std::min(ShortConv::AT_ONCE, of.channels - first);

@@ -1,5 +1,5 @@
-// Blocks that keep a state of each sequence in place of keys and values: gated delta nets and short convolutions
-// (models/blocks.py, DeltaNet and ShortConv; runtime/reference/delta_net.py says what is computed).
+// Blocks that keep a state of each sequence in place of keys and values: gated delta nets, state-space models and short
+// convolutions (models/blocks.py, DeltaNet, Mamba and ShortConv; runtime/reference/delta_net.py says what is computed).
 #pragma once
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
@@ -46,13 +46,34 @@ struct ShortConv {
     static constexpr int64_t scratch() noexcept { return 3 * AT_ONCE; }  // floats that `mix_channels` needs of a thread
 };
 
+// A state-space model (Mamba-2). Its three parts are done one after the other, each shared out, from rows of attn_in
+// [positions][rows] to what enters attn_out [positions][inner]: channels, heads, groups of channels that are normed.
+struct Mamba {
+    static constexpr int32_t AT_ONCE = 64;  // channels that a thread takes together
+
+    int32_t heads, head_dim, groups, state, taps, norms;
+    std::vector<float> conv, conv_bias;   // [taps][channels], [channels]
+    std::vector<float> rate, bias, skip;  // [heads]
+    std::vector<float> norm;              // [inner]
+
+    int32_t inner() const noexcept { return heads * head_dim; }
+    int32_t channels() const noexcept { return inner() + 2 * groups * state; }
+    // Gates of the output, x, B and C of all heads and groups, the steps of all heads.
+    int64_t rows() const noexcept { return int64_t(inner()) + channels() + heads; }
+    int32_t parts() const noexcept { return (channels() + AT_ONCE - 1) / AT_ONCE; }
+    int64_t scratch() const noexcept { return head_dim + AT_ONCE; }  // floats that `step_head` needs of a thread
+};
+
 // What a sequence keeps of a block.
 struct DeltaState {
-    Buffer<float> state;   // [value_heads][key_dim][value_dim]; of a short convolution empty
+    Buffer<float>
+        state;  // [value_heads][key_dim][value_dim], or [heads][state][head_dim]; of a short convolution empty
     Buffer<float> inputs;  // of the convolution, [taps - 1][channels], the oldest first
 
     explicit DeltaState(const DeltaShape& shape)
         : state(int64_t(shape.values()) * shape.key_dim), inputs(int64_t(shape.taps - 1) * shape.channels()) {}
+    explicit DeltaState(const Mamba& of)
+        : state(int64_t(of.inner()) * of.state), inputs(int64_t(of.taps - 1) * of.channels()) {}
     explicit DeltaState(const ShortConv& of) : state(0), inputs(int64_t(of.taps - 1) * of.channels) {}
     void clear();
     void copy(const DeltaState& other);
@@ -85,5 +106,14 @@ void mix_head(const Kernels& kernels, const DeltaNet& net, DeltaState& state, in
 // [positions][channels].
 void mix_channels(const ShortConv& of, DeltaState& state, int32_t part, int32_t positions, const DeltaRows& rows,
                   float* y, float* scratch);
+
+// The channels of one part of a state-space model's convolution, in place in `rows`.
+void convolve_channels(const Kernels& kernels, const Mamba& of, DeltaState& state, int32_t part, int32_t positions,
+                       float* rows);
+// One head, after the channels that it reads: to its place in y.
+void step_head(const Kernels& kernels, const Mamba& of, DeltaState& state, int32_t head, int32_t positions,
+               const float* rows, float* y, float* scratch);
+// One group of channels of y at one position, after its heads.
+void norm_outputs(const Kernels& kernels, const Mamba& of, int32_t group, const float* rows, float eps, float* y);
 
 }  // namespace sparsepack

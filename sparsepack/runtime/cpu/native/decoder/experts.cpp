@@ -111,14 +111,14 @@ Decoder::Sums Decoder::experts(const float* x, int layer, bool sparse, int32_t i
     pool_.barrier();
 
     const int32_t slices = gemv_slices(*in.matrix, active.count, pool_.threads(), used);
-    const int64_t stride = gemv_stride(*in.matrix);
+    const int64_t stride = gemv_stride(*in.matrix), rows = in.matrix->rows;  // without gates n, which stand for both
     const bool skips = sparse && !mid.threshold.empty();
     pool_.share(used, [&](int slot, int) {
         const float* of_slot = both + slot * slices * stride;
         float *y = middle_.data() + int64_t(slot) * n, *up = own.d.data();
-        const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + int64_t(own.chosen[slot]) * 2 * n;
+        const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + own.chosen[slot] * rows;
         k_.sum(of_slot, stride, slices, bias, n, 0, y);
-        k_.sum(of_slot + n, stride, slices, bias ? bias + n : nullptr, n, 0, up);
+        k_.sum(of_slot + rows - n, stride, slices, bias ? bias + rows - n : nullptr, n, 0, up);
         k_.gate(s_.activation, y, up, n, y);
         Active found = {all_.data(), n};
         int32_t* listed = expert_lists_.data() + slot * (int64_t(n) + 16);
@@ -213,7 +213,7 @@ void Decoder::experts_batch(int layer, int32_t batch, bool sparse, int thread) {
 // expert, the positions that have it side by side.
 void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread) {
     const Experts& e = *model_.layers[layer].experts;
-    const int64_t hidden = s_.hidden, n = model_.layers[layer].width;
+    const int64_t hidden = s_.hidden, n = model_.layers[layer].width, into = e.in->rows;
     const int32_t used = e.of_token(), stored = e.stored();
     const bool normed = !e.norm.empty();
     float* sums[2] = {wide_experts_.data(), wide_experts_.data() + positions * hidden};
@@ -248,10 +248,10 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
         share_matmul(k_, pool_, e.in[expert], inner, count, rows);
         pool_.barrier();
         for (int32_t i = from; i < to; ++i) {
-            float *gate = rows + i * 2 * n, *y = inner + i * n;
-            const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + int64_t(expert) * 2 * n;
-            if (bias) k_.sum(bias, 0, 1, nullptr, int32_t(2 * n), 1, gate);
-            k_.gate(s_.activation, gate, gate + n, int32_t(n), y);
+            float *gate = rows + i * into, *y = inner + i * n;
+            const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + expert * into;
+            if (bias) k_.sum(bias, 0, 1, nullptr, int32_t(into), 1, gate);
+            k_.gate(s_.activation, gate, gate + into - n, int32_t(n), y);
             for (int64_t j = 0; j < n; ++j) y[j] *= wide_weights_.data()[here[i]];
         }
         pool_.barrier();

@@ -67,35 +67,16 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         const Layer& layer = model_.layers[number];
 
         if (layer.basis) change_basis_of_rows(*layer.basis, first, last, count);
-        norm_rows(layer.attn_norm, first, last);
-        pool_.barrier();
-        matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
-        if (layer.keeps_state()) {
-            if (layer.delta_net) multiply_gates(number, wide_normed_.data(), count, thread);
+        if (layer.mixes()) {
+            norm_rows(layer.attn_norm, first, last);
             pool_.barrier();
-            mix_rows(number, count, thread);
-        } else if (layer.latent) {
-            pool_.barrier();
-            attend_latent_rows(number, first, last, count, thread);
-        } else {
-            pool_.barrier();
-            append_rows(number, first, last);
-            pool_.barrier();
-            const float* qkv = (layer.gated || layer.k_eq_v ? wide_qkv_ : wide_rows_).data();
-            cache_->attend_rows(pool_, layer.kept, qkv, count, wide_inner_.data(), scratch_[thread].attention.data());
-            if (layer.gated) {
-                pool_.barrier();
-                gate_attended(number, first, last);
-            }
+            mixer_rows(number, first, last, count, thread);
         }
-        pool_.barrier();
-        matmul(layer.sites[ATTN_OUT], (layer.latent ? wide_heads_ : wide_inner_).data(), count);
-        pool_.barrier();
-        add_rows(layer.sites[ATTN_OUT], layer.attn_post_norm, first, last);
-
-        norm_rows(layer.mlp_norm, first, last);
-        pool_.barrier();
-        mlp_rows(number, first, last, count, thread);
+        if (layer.has_mlp()) {
+            norm_rows(layer.mlp_norm, first, last);
+            pool_.barrier();
+            mlp_rows(number, first, last, count, thread);
+        }
         scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
     if (!logits) return;
@@ -104,6 +85,34 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
     int32_t wanted = all ? count : 1;
     share_matmul(k_, pool_, model_.output, wide_normed_.data() + int64_t(count - wanted) * s_.hidden, wanted, logits);
     cap_logits(logits, wanted, thread);
+}
+
+// Attention of a block, or what it has in its place, at all positions, from `wide_normed_` to what it adds.
+void Decoder::mixer_rows(int number, int32_t first, int32_t last, int32_t count, int thread) {
+    const Layer& layer = model_.layers[number];
+    matmul(layer.sites[ATTN_IN], wide_normed_.data(), count);
+    if (layer.keeps_state()) {
+        if (layer.delta_net) multiply_gates(number, wide_normed_.data(), count, thread);
+        pool_.barrier();
+        mix_rows(number, count, thread);
+    } else if (layer.latent) {
+        pool_.barrier();
+        attend_latent_rows(number, first, last, count, thread);
+    } else {
+        pool_.barrier();
+        append_rows(number, first, last);
+        pool_.barrier();
+        const float* qkv = (layer.gated || layer.k_eq_v ? wide_qkv_ : wide_rows_).data();
+        cache_->attend_rows(pool_, layer.kept, qkv, count, wide_inner_.data(), scratch_[thread].attention.data());
+        if (layer.gated) {
+            pool_.barrier();
+            gate_attended(number, first, last);
+        }
+    }
+    pool_.barrier();
+    matmul(layer.sites[ATTN_OUT], (layer.latent ? wide_heads_ : wide_inner_).data(), count);
+    pool_.barrier();
+    add_rows(layer.sites[ATTN_OUT], layer.attn_post_norm, first, last);
 }
 
 // The MLP of a block at all positions, from `wide_normed_` to what it adds.
@@ -132,6 +141,8 @@ void Decoder::matmul(const Site& site, const float* x, int32_t positions) {
 // The heads of a gated delta net, or the channels of a short convolution, at all positions, from the products of attn_in to
 // the inputs of attn_out.
 void Decoder::mix_rows(int number, int32_t positions, int thread) {
+    if (model_.layers[number].mamba)
+        return mix_mamba(nullptr, number, &sequence_, 1, positions, wide_rows_.data(), wide_inner_.data(), thread);
     if (model_.layers[number].short_conv) {
         const ShortConv& conv = *model_.layers[number].short_conv;
         auto rows = [&](int32_t position, int64_t first, int64_t count, float* to) {

@@ -43,34 +43,43 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
         const Layer& layer = model_.layers[number];
 
         if (layer.basis) change_basis(*layer.basis, x);
-        norm(x, layer.attn_norm, normed);
-        Input input = select(number, ATTN_IN, normed, sparse, thread);
-        multiply(input);
-        if (layer.delta_net) multiply_gates(number, normed, 1, thread);
-        pool_.barrier();
-        if (layer.keeps_state()) {
-            mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
-        } else if (layer.latent) {
-            attend_latents(input, number, sparse, thread);
-        } else {
-            norm_heads(sums(input), number, thread);
-            pool_.share(heads(number).kv_heads, [&](int kv_head, int) {
-                attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
-            });
+        if (layer.mixes()) {
+            norm(x, layer.attn_norm, normed);
+            add_to(x, mixer(number, normed, sparse, thread), layer.attn_post_norm, thread);
         }
-        pool_.barrier();
-        input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
-        multiply(input);
-        pool_.barrier();
-        add_to(x, sums(input), layer.attn_post_norm, thread);
-
-        norm(x, layer.mlp_norm, normed);
-        add_to(x, mlp(number, normed, sparse, thread), layer.mlp_post_norm, thread);
+        if (layer.has_mlp()) {
+            norm(x, layer.mlp_norm, normed);
+            add_to(x, mlp(number, normed, sparse, thread), layer.mlp_post_norm, thread);
+        }
         scale(number, 1, x);
     }
     norm(x, model_.output_norm, normed);
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
     cap_logits(logits, 1, thread);
+}
+
+// What attention, or what a block has in its place, makes of its input.
+Decoder::Sums Decoder::mixer(int number, float* normed, bool sparse, int thread) {
+    const Layer& layer = model_.layers[number];
+    Input input = select(number, ATTN_IN, normed, sparse, thread);
+    multiply(input);
+    if (layer.delta_net) multiply_gates(number, normed, 1, thread);
+    pool_.barrier();
+    if (layer.keeps_state()) {
+        mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
+    } else if (layer.latent) {
+        attend_latents(input, number, sparse, thread);
+    } else {
+        norm_heads(sums(input), number, thread);
+        pool_.share(heads(number).kv_heads, [&](int kv_head, int) {
+            attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
+        });
+    }
+    pool_.barrier();
+    input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
+    multiply(input);
+    pool_.barrier();
+    return sums(input);
 }
 
 // What the MLP of a block makes of its input.
@@ -145,6 +154,7 @@ void Decoder::multiply_gates(int layer, const float* x, int32_t positions, int t
 // The heads of a gated delta net, or the channels of a short convolution, for a token of each of some sequences, shared out
 // among the threads: from the products of attn_in and of `multiply_gates` to y [batch][values].
 void Decoder::mix(const Sums& sums, int layer, const int32_t* sequences, int32_t batch, float* y, int thread) {
+    if (model_.layers[layer].mamba) return mix_mamba(&sums, layer, sequences, batch, 1, mamba_rows_.data(), y, thread);
     if (model_.layers[layer].short_conv) {
         const ShortConv& conv = *model_.layers[layer].short_conv;
         return pool_.share(batch * conv.parts(), [&](int item, int) {
@@ -166,6 +176,38 @@ void Decoder::mix(const Sums& sums, int layer, const int32_t* sequences, int32_t
         mix_head(k_, net, state(sequences[index], layer), item % shape.key_heads, 1, rows,
                  delta_gates_.data() + int64_t(index) * 2 * shape.value_heads, s_.eps,
                  y + int64_t(index) * shape.values(), scratch_[thread].delta.data());
+    });
+}
+
+// A state-space model at so many positions of each of some sequences: from rows of attn_in [batch][positions][rows], which
+// the products `sums` make where they are given, to y [batch][positions][inner].
+void Decoder::mix_mamba(const Sums* sums, int layer, const int32_t* sequences, int32_t batch, int32_t positions,
+                        float* rows, float* y, int thread) {
+    const Mamba& of = *model_.layers[layer].mamba;
+    const int64_t stride = positions * of.rows(), inner = of.inner();
+    if (sums) {
+        const int32_t pieces = int32_t((of.rows() + Mamba::AT_ONCE - 1) / Mamba::AT_ONCE);
+        pool_.share(batch * pieces, [&](int item, int) {
+            int64_t first = int64_t(item % pieces) * Mamba::AT_ONCE, index = item / pieces;
+            read(batch > 1 ? sums_of(*sums, int32_t(index)) : *sums, first,
+                 std::min<int64_t>(Mamba::AT_ONCE, of.rows() - first), rows + index * stride + first);
+        });
+        pool_.barrier();
+    }
+    pool_.share(batch * of.parts(), [&](int item, int) {
+        int32_t index = item / of.parts();
+        convolve_channels(k_, of, state(sequences[index], layer), item % of.parts(), positions, rows + index * stride);
+    });
+    pool_.barrier();
+    pool_.share(batch * of.heads, [&](int item, int) {
+        int32_t index = item / of.heads;
+        step_head(k_, of, state(sequences[index], layer), item % of.heads, positions, rows + index * stride,
+                  y + index * positions * inner, scratch_[thread].delta.data());
+    });
+    pool_.barrier();
+    pool_.share(batch * positions * of.norms, [&](int item, int) {
+        int64_t at = item / of.norms;
+        norm_outputs(k_, of, item % of.norms, rows + at * of.rows(), s_.eps, y + at * inner);
     });
 }
 

@@ -293,6 +293,18 @@ void delta_rule(const DeltaWork* w) {
     }
 }
 
+void state_space(const DeltaWork* w) {
+    for (int32_t c = 0; c < w->value_dim; c++) {
+        float y = 0;
+        for (int32_t i = 0; i < w->key_dim; i++) {
+            float& state = w->state[(int64_t)i * w->value_dim + c];
+            state = state * w->decay + w->k[i] * w->v[c];
+            y += w->q[i] * state;
+        }
+        w->y[c] = y;
+    }
+}
+
 uint16_t half_of(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
@@ -383,6 +395,7 @@ const Kernels scalar_kernels = {
     soft_cap,
     attention,
     delta_rule,
+    state_space,
     label_key,
     label_scores,
     select_tokens,

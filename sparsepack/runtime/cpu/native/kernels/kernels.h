@@ -175,6 +175,9 @@ struct Kernels {
     // The delta rule; see DeltaWork.
     void (*delta_rule)(const DeltaWork* work);
 
+    // A step of a state-space model: S = decay S + k v^T, y = S^T q; beta is not read.
+    void (*state_space)(const DeltaWork* work);
+
     // Double Sparsity's label of a cached key (formats/blocks/labels.py): of its channels at `channels` [count], codes
     // [padded / 2], where padded is the count rounded up to a multiple of 8, and a scale.
     void (*label_key)(const uint16_t* key, const int32_t* channels, int32_t count, uint8_t* codes, uint16_t* scale);
