@@ -148,11 +148,11 @@ def test_a_failure_leaves_neither_half_an_artifact_nor_changes_the_old_one(sourc
     pack(request_)
     before, calls = request_.output.read_bytes(), []
 
-    def interrupted(weight, block):
+    def interrupted(weight, *how):
         calls.append(weight)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return encode(weight, block)
+        return encode(weight, *how)
 
     encode = zigzag.pack
     monkeypatch.setattr(zigzag, "pack", interrupted)

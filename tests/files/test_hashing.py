@@ -10,7 +10,15 @@ import time
 import pytest
 
 from sparsepack.files import hashing as module
-from sparsepack.files.hashing import Hashing, combine_digests, fingerprint, sha256_bytes, sha256_file, sha256_of_pieces
+from sparsepack.files.hashing import (
+    Hashing,
+    Pace,
+    combine_digests,
+    fingerprint,
+    sha256_bytes,
+    sha256_file,
+    sha256_of_pieces,
+)
 
 
 def digests_of(*paths):
@@ -82,11 +90,11 @@ def test_ctrl_c_ends_hashing(tmp_path, monkeypatch):
             file.truncate(1 << 42)
     take, ended = module._sha256_file, []
 
-    def interrupts(path, abandoned):
+    def interrupts(path, *how):
         if path.name == "a":
             time.sleep(0.1)  # let it find the test waiting
             os.kill(os.getpid(), signal.SIGINT)
-        digest = take(path, abandoned)
+        digest = take(path, *how)
         ended.append(path.name)
         return digest
 
@@ -94,3 +102,48 @@ def test_ctrl_c_ends_hashing(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         digests_of(tmp_path / "a", tmp_path / "b")
     assert "a" in ended
+
+
+def test_hashing_stays_near_what_others_have_read(tmp_path, monkeypatch):
+    """Each file up to so many bytes behind what others have read of it, the first from the beginning."""
+    monkeypatch.setattr(module, "AHEAD", 200)
+    monkeypatch.setattr(module, "_PIECE", 64)
+    files = [tmp_path / name for name in "abc"]
+    for file in files:
+        file.write_bytes(os.urandom(1000))
+    pace, most = Pace(3), {}
+    update = hashlib.sha256
+
+    class Counted:
+        def __init__(self):
+            self.digest, self.size = update(), 0
+
+        def update(self, data):
+            self.digest.update(data)
+            self.size += len(data)
+            most[id(self)] = self.size
+
+        def hexdigest(self):
+            return self.digest.hexdigest()
+
+    monkeypatch.setattr(module.hashlib, "sha256", Counted)
+    taking = Hashing(files, pace)
+    time.sleep(0.1)
+    assert sorted(most.values()) == [192]  # whole pieces, of the first file alone
+    pace.count(2, 300)
+    if (child := os.fork()) == 0:
+        pace.count(0, 100)
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.1)
+    assert sorted(most.values()) == [256, 448]
+    monkeypatch.undo()
+    assert taking.sha256() == [sha256_file(file) for file in files]
+
+
+def test_hashing_that_waits_for_others_can_be_abandoned(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "AHEAD", 0)
+    (tmp_path / "a").write_bytes(b"weights")
+    before = set(threading.enumerate())
+    Hashing([tmp_path / "a"], Pace(1)).abandon()
+    assert set(threading.enumerate()) <= before

@@ -135,7 +135,7 @@ def test_a_damaged_file_fails_and_is_not_compared(
 def test_a_wrong_matrix_is_named(checkpoints: Checkpoints, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pack = zigzag.pack
     # The rows of `down` in another order: the hashes are right, the model is not.
-    monkeypatch.setattr(zigzag, "pack", lambda w, block: pack(w.flip(0) if w.shape[1] == 512 else w, block))
+    monkeypatch.setattr(zigzag, "pack", lambda w, *how: pack(w.flip(0) if w.shape[1] == 512 else w, *how))
     write_zigzag(checkpoints["llama"], {}, tmp_path / "m.gguf")
     report = verify(tmp_path / "m.gguf", checkpoints["llama"])
     assert [t.name for t in report.tensors if not t.passed] == ["blk.0.mlp_mid.weight", "blk.1.mlp_mid.weight"]

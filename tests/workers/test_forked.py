@@ -47,6 +47,12 @@ def test_the_first_error_in_order_is_raised_and_all_before_it_are_done(tmp_path:
     assert multiprocessing.active_children() == []
 
 
+def test_items_are_begun_in_their_order_but_the_largest_first() -> None:
+    sizes = [1, 1, 9, 1, 2, 12]
+    order = forked_map(lambda number: time.monotonic_ns(), range(6), sizes, 1, 100, lambda: None)
+    assert sorted(range(6), key=order.__getitem__) == [2, 5, 0, 1, 3, 4]
+
+
 def test_items_worked_on_together_take_no_more_than_is_allowed(tmp_path: Path) -> None:
     sizes = [5, 30, 4, 3, 8, 2, 6, 1]
 

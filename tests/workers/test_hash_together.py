@@ -1,7 +1,7 @@
 """The hash of a model is taken by one worker of a machine, while all do other work."""
 
 from pathlib import Path
-from threading import Event
+from typing import Any
 
 import pytest
 from linked import together
@@ -27,9 +27,9 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     found: list[Path] = []
     take = hashing._sha256_file
 
-    def record(path: Path, abandoned: Event) -> str:
+    def record(path: Path, *how: Any) -> str:
         found.append(path)
-        return take(path, abandoned)
+        return take(path, *how)
 
     monkeypatch.setattr(hashing, "_sha256_file", record)
     return found

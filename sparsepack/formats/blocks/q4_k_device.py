@@ -8,28 +8,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sparsepack.errors import UserError
-from sparsepack.formats.blocks.superblock import BLOCK
-from sparsepack.formats.blocks.table import BLOCKS
-from sparsepack.runtime.cpu.machine import instruction_set, native
+from sparsepack.formats.blocks.cpu_encoder import encode_on_cpu, kernels
+from sparsepack.runtime.cpu.machine import instruction_set
 from sparsepack.triton_kernels import run_triton
 
 WITHOUT = "Q4_K is encoded by plain torch, many times slower"
 COLUMNS = 64
 """Columns that one call of the C++ kernel feeds errors back in: 256 rows of them stay in the L2 cache."""
-_WEIGHTS_AT_ONCE = 1 << 24
-_BYTES = BLOCKS["Q4_K"].bytes
 
 
-def encode(weight: Tensor) -> Tensor | None:
-    """Zigzag superblocks of a finite matrix [rows, columns]: uint8 [bands * columns, 144]; None without a kernel."""
+def encode(weight: Tensor, divisors: Tensor | None = None) -> Tensor | None:
+    """Zigzag superblocks of a finite matrix [rows, columns]: uint8 [bands * columns, 144]; None without a kernel.
+
+    divisors -- what each row is divided by first, float32 [rows]; None: nothing
+    """
     if weight.device.type == "cpu":
-        return _encode_on_cpu(weight)
+        return encode_on_cpu("Q4_K", weight, divisors)
 
     def by_kernel() -> Tensor:
         from sparsepack.formats.blocks import q4_k_triton
 
-        return q4_k_triton.encode(weight)
+        return q4_k_triton.encode(weight if divisors is None else weight.float() / divisors[:, None])
 
     return run_triton(weight, by_kernel, WITHOUT)
 
@@ -49,13 +48,13 @@ def quantise_block(
     Returns the errors, each divided by its pivot: float32 [columns, rows].
     """
     if block.device.type == "cpu":
-        kernel = _native()
-        if kernel is None:
+        found = kernels()
+        if found is None:
             return None
         here = slice(first, first + len(block))
         errors = torch.empty_like(block)
         part = factor[here, here].contiguous()
-        _quantise(kernel, block, blocks, part, errors, steps)
+        _quantise(found.quantise_q4_k, block, blocks, part, errors, steps)
         return errors
 
     if steps is not None:
@@ -71,7 +70,7 @@ def quantise_block(
 
 def on_cpu() -> bool:
     """Whether the CPU has a kernel."""
-    return _native() is not None
+    return kernels() is not None
 
 
 def columns_at_once(device: torch.device) -> int:
@@ -79,28 +78,6 @@ def columns_at_once(device: torch.device) -> int:
     return COLUMNS if device.type == "cpu" else COLUMNS // 2
 
 
-def _native() -> Any | None:
-    try:
-        return native().quantise_q4_k
-    except UserError:  # installed without a compiler, which `sparsepack --version` says
-        return None
-
-
 def _quantise(kernel: Any, *tensors: Tensor | None) -> None:
     arrays = [None if tensor is None else tensor.numpy() for tensor in tensors]
     kernel(*arrays, instruction_set(), torch.get_num_threads())
-
-
-def _encode_on_cpu(weight: Tensor) -> Tensor | None:
-    kernel = _native()
-    if kernel is None:
-        return None
-    rows, columns = weight.shape
-    blocks = torch.empty(-(-rows // BLOCK), columns, _BYTES, dtype=torch.uint8)
-    step = max(_WEIGHTS_AT_ONCE // max(rows, 1), 1)
-    for first in range(0, columns, step):
-        part = weight[:, first : first + step].float().t().contiguous()
-        made = torch.empty(part.shape[0], blocks.shape[0], _BYTES, dtype=torch.uint8)
-        _quantise(kernel, part, made, None, None, None)
-        blocks[:, first : first + step] = made.transpose(0, 1)
-    return blocks.view(-1, _BYTES)

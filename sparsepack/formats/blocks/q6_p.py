@@ -32,9 +32,12 @@ how large the inputs are that read them, is smaller so.
 Any-Precision LLM (Park et al., 2024) reads nested codes at one precision for a whole model.
 """
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from sparsepack.formats.blocks.cpu_encoder import encode_on_cpu
 from sparsepack.formats.blocks.superblock import BLOCK, BlockCodec, Parts
 from sparsepack.formats.blocks.table import BLOCKS
 
@@ -112,7 +115,7 @@ def fit(x: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
     first = (exponent - 1 - LOWEST) * FRACTIONS + (2 * FRACTIONS * mantissa - FRACTIONS).ceil_().int()
     # In units of the whole scale, whose squares float32 holds.
     y, centre = x / unit[..., None], (high / 2 + low / 2) / unit
-    weighed = x.new_tensor([SHARES]) if shares is None else shares
+    weighed = (x.new_tensor([SHARES]) if shares is None else shares)[..., None, None]
     best: list[Tensor] = []
     for candidate in range(CANDIDATES):
         s = (first - candidate).clamp(0, CODES - 1)
@@ -120,9 +123,11 @@ def fit(x: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
         k = (centre * step.clamp_max(1) / step).sub_(CENTRE).div_(QUARTERS).round_().clamp_(-32, 31)
         m = k * QUARTERS + CENTRE
         q = numbers(y, step, m)
-        loss = torch.zeros_like(step)
-        for level, share in enumerate(weighed[..., None].unbind(1), 1):
-            loss += share * at_level(q, level).add_(m[..., None]).mul_(step[..., None]).sub_(y).square_().sum(-1)
+        losses = torch.zeros_like(y)
+        for level, share in enumerate(weighed.unbind(1), 1):
+            error = at_level(q, level).add_(m[..., None]).mul_(step[..., None]).sub_(y)
+            losses += error.square_().mul_(share)
+        loss = sum_halves(losses)
         found = [loss, s, k, q]
         if best:
             better = loss < best[0]
@@ -131,6 +136,14 @@ def fit(x: Tensor, shares: Tensor | None = None) -> tuple[Tensor, Tensor]:
         best = found
     _, s, k, q = best
     return torch.stack([s >> 2, (s & 3) << 6 | k.int() & 63], dim=2).to(torch.uint8), q
+
+
+def sum_halves(x: Tensor) -> Tensor:
+    """Sums over the last dimension, a power of two, in halves: the order of torch.sum depends on the machine."""
+    while x.shape[-1] > 1:
+        half = x.shape[-1] // 2
+        x = x[..., :half] + x[..., half:]
+    return x.squeeze(-1)
 
 
 def numbers(x: Tensor, scale: Tensor, m: Tensor) -> Tensor:
@@ -167,5 +180,7 @@ def _bits(numbers: Tensor, places: range) -> Tensor:
     return plane
 
 
-CODEC = BlockCodec("Q6_P", _encode, _decode, _apart, _together, 6, decode_level=decode_level)
+CODEC = BlockCodec(
+    "Q6_P", _encode, _decode, _apart, _together, 6, zigzag=partial(encode_on_cpu, "Q6_P"), decode_level=decode_level
+)
 encode, decode = CODEC.encode, CODEC.decode

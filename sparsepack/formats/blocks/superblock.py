@@ -118,7 +118,8 @@ class BlockCodec:
     bits         -- of a number in these parts
     encode_given -- floats [n, 256], and the `shared` to keep of each superblock, uint8 [n, bytes] -> superblocks
     zigzag       -- superblocks of a finite matrix's columns by a kernel of its device (`q4_k_device.encode`): floats
-                    [rows, columns] -> uint8 [bands * columns, bytes]; None: it has none
+                    [rows, columns], and what each row is divided by first, or None -> uint8 [bands * columns, bytes];
+                    None: it has none
     decode_level -- of blocks with planes: `decode_chunk` by a reader of so many
     """
 
@@ -129,7 +130,7 @@ class BlockCodec:
     together: Callable[[Parts], Tensor] = _not_apart
     bits: int = 0
     encode_given: Callable[[Tensor, Tensor], Tensor] | None = None
-    zigzag: Callable[[Tensor], Tensor | None] = lambda weight: None
+    zigzag: Callable[[Tensor, Tensor | None], Tensor | None] = lambda weight, divisors: None
     decode_level: Callable[[Tensor, int], Tensor] | None = None
 
     def encode(self, weights: Tensor) -> Tensor:
@@ -149,7 +150,7 @@ class BlockCodec:
             )
         most = largest(weights)
         flat = weights.detach().reshape(-1, block)
-        blocks = self.zigzag(flat.t())
+        blocks = self.zigzag(flat.t(), None)
         if blocks is None:
             chunk = partial(self._encoded, flat, most)
             blocks = encode_chunks(len(flat), block_bytes, weights.device, chunk, block)

@@ -13,7 +13,7 @@ import torch
 from sparsepack.errors import WorkersError
 from sparsepack.files.tensors import parallel_map
 from sparsepack.files.transfer import host_pieces
-from sparsepack.formats.plan import PlannedGroup, TensorFile
+from sparsepack.formats.plan import PlannedGroup, PlannedTensor, TensorFile
 from sparsepack.progress import progress
 from sparsepack.workers.forked import can_fork, forked_map
 from sparsepack.workers.shard import ALONE, Shard
@@ -26,8 +26,7 @@ FORKED_FROM = 1 << 28
 """Files with fewer bytes of tensors are made before processes of their own would gain anything."""
 
 HELD = 4
-"""The weights of the groups that processes make at a time, four bytes each, take at most this part of the machine's
-memory: one over so many."""
+"""What processes make at a time takes at most this part of the machine's memory: one over so many."""
 
 
 def write_planned(files: Sequence[TensorFile], at_once: int, shard: Shard = ALONE) -> dict[str, str]:
@@ -68,7 +67,7 @@ def write_files(
     ]
     processes = torch.get_num_threads()
     if at_once == 1 and processes > 1 and _worth_forking(files):
-        sizes = [sum(4 * math.prod(tensor.shape) for tensor in group.tensors) for _, group, _ in jobs]
+        sizes = [sum(map(_held, group.tensors)) for _, group, _ in jobs]
         memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
         hashes = forked_map(
             lambda job: _write(*job, shared=shard.world_size > 1), jobs, sizes, processes, memory // HELD, done
@@ -77,6 +76,13 @@ def write_files(
         hashes = parallel_map(lambda job: _write(*job, shared=shard.world_size > 1), jobs, at_once, done)
     own = {name: digest for of_group in hashes for name, digest in of_group.items()}
     return {name: digest for of_worker in shard.all_gather(own) for name, digest in of_worker.items()}
+
+
+def _held(tensor: PlannedTensor) -> int:
+    """Bytes of memory while a tensor is made: those that are stored, and four for each weight; of experts, which are
+    made one at a time, of one and the next."""
+    experts = tensor.shape[0] // 2 if len(tensor.shape) == 4 else 1
+    return tensor.nbytes + 4 * math.prod(tensor.shape) // max(experts, 1)
 
 
 def _worth_forking(files: Sequence[TensorFile]) -> bool:

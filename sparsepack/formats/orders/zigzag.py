@@ -25,8 +25,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsepack.errors import PackingError
+from sparsepack.formats.blocks import cpu_encoder
 from sparsepack.formats.blocks.superblock import BLOCK, BlockCodec, Parts, encode_chunks, largest
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.runtime.cpu.machine import instruction_set
 
 BAND_ROWS = BLOCK
 PIECE_ROWS = 64
@@ -80,18 +82,10 @@ def row_scales(weight: Tensor, costs: Tensor | None = None) -> Tensor:
     divisors are kept: superblocks have a scale for each column. Their geometric mean is 1, none is further from it
     than 8 powers of two, and a row of zeros has 1. Raises PackingError for weights that are not finite.
     """
-    most, columns = largest(weight), torch.ones(weight.shape[1], dtype=torch.float64, device=weight.device)
+    most = largest(weight)
     if most == 0:
         return torch.ones(len(weight), device=weight.device)
-    parts = torch.split(weight.detach(), max(_BALANCED_AT_ONCE // weight.shape[1], 1))
-    kept = [_squares(parts[0], most)] if len(parts) == 1 else None
-    for _ in range(_BALANCINGS):
-        rows, of_columns = [], torch.zeros_like(columns)
-        for squares in kept or (_squares(part, most) for part in parts):
-            rows.append(squares @ columns.reciprocal() / len(columns))
-            of_columns += torch.where(rows[-1] > 0, 1 / rows[-1], 0) @ squares / len(weight)
-        columns = torch.where(of_columns > 0, of_columns, 1)
-    logs = torch.cat(rows).log2() / 2
+    logs = balanced_squares(weight.detach(), most).log2() / 2
     if costs is not None:
         # Were groups as wide as their mean square, half of what a row's error costs would be right; they are wider.
         costs = costs.double() / costs.double().mean().clamp_min(torch.finfo(torch.float64).tiny)
@@ -102,12 +96,35 @@ def row_scales(weight: Tensor, costs: Tensor | None = None) -> Tensor:
     return scales.bfloat16().float()
 
 
+def balanced_squares(weight: Tensor, most: float) -> Tensor:
+    """The rows' mean squares when rows and columns have been divided in turns, but for a factor that all have: floats
+    [rows, columns], the largest of which is `most` -> float64 [rows]."""
+    found = cpu_encoder.kernels() if weight.device.type == "cpu" else None
+    if found is not None:
+        rows = torch.empty(len(weight), dtype=torch.float64)
+        of_kernel = (_BALANCINGS, instruction_set(), torch.get_num_threads())
+        found.balance(weight.float().contiguous().numpy(), rows.numpy(), *of_kernel)
+        return rows
+    columns = torch.ones(weight.shape[1], dtype=torch.float64, device=weight.device)
+    parts = torch.split(weight, max(_BALANCED_AT_ONCE // weight.shape[1], 1))
+    kept = [_squares(parts[0], most)] if len(parts) == 1 else None
+    for _ in range(_BALANCINGS):
+        of_parts, of_columns = [], torch.zeros_like(columns)
+        for squares in kept or (_squares(part, most) for part in parts):
+            of_parts.append(squares @ columns.reciprocal() / len(columns))
+            of_columns += torch.where(of_parts[-1] > 0, 1 / of_parts[-1], 0) @ squares / len(weight)
+        columns = torch.where(of_columns > 0, of_columns, 1)
+    return torch.cat(of_parts)
+
+
 def _squares(weight: Tensor, most: float) -> Tensor:
     return weight.double().div_(most).square_()
 
 
-def pack(weight: Tensor, block: str = "Q4_K") -> Tensor:
+def pack(weight: Tensor, block: str = "Q4_K", divisors: Tensor | None = None) -> Tensor:
     """Quantise: float32, float16 or bfloat16 [rows, columns] -> uint8 [bands, columns, superblock bytes].
+
+    divisors -- what each row is divided by first, float32 [rows]; None: nothing
 
     Rows are padded with zeros to whole bands; the caller keeps `rows`. Works on the weight's device as `Block.encode`
     does, without a padded copy. Raises PackingError for a weight that is not a matrix, or not finite.
@@ -116,8 +133,11 @@ def pack(weight: Tensor, block: str = "Q4_K") -> Tensor:
         raise PackingError(f"weight {list(weight.shape)}: zigzag packs a matrix [rows, columns]")
     most, codec, size = largest(weight), codec_of(block), superblock_bytes(block)
     weight = weight.detach()
-    blocks = codec.zigzag(weight)
+    blocks = codec.zigzag(weight, divisors)
     if blocks is None:
+        if divisors is not None:
+            weight = weight.float() / divisors[:, None]
+            most = largest(weight)
 
         def encoded(part: slice) -> Tensor:
             flat = _columns(weight, part).t().reshape(-1, BLOCKS[block].weights)
@@ -127,13 +147,18 @@ def pack(weight: Tensor, block: str = "Q4_K") -> Tensor:
     return blocks.view(bands(weight.shape[0]), weight.shape[1], size)
 
 
-def pack_with_tail(weight: Tensor, block: str = "Q4_K") -> tuple[Tensor, Tensor | None]:
+def pack_with_tail(weight: Tensor, block: str = "Q4_K", divisors: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
     """Quantise as artifacts store it: floats [rows, columns] -> the bands, as `pack` makes them, of which none may be
-    left, and the tail, uint8 [superblocks, bytes]; None: the rows have none. Raises PackingError as `pack`."""
+    left, and the tail, uint8 [superblocks, bytes]; None: the rows have none. Raises PackingError as `pack`.
+
+    divisors -- what each row is divided by first, float32 [rows]; None: nothing
+    """
     if weight.dim() != 2 or not tail_pieces(len(weight)):
-        return pack(weight, block), None
+        return pack(weight, block, divisors), None
     whole = len(weight) - tail_rows(len(weight))
-    return pack(weight[:whole], block), pack_tail(weight[whole:], block)
+    first, last = (None, None) if divisors is None else (divisors[:whole], divisors[whole:])
+    rest = weight[whole:] if last is None else weight[whole:].float() / last[:, None]
+    return pack(weight[:whole], block, first), pack_tail(rest, block)
 
 
 def pack_tail(weight: Tensor, block: str = "Q4_K") -> Tensor:

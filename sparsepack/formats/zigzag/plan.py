@@ -248,8 +248,13 @@ def planned_site(
 
     def weight() -> Sequence[Tensor]:
         if experts is None:
-            stacked = stacked_on(device, checkpoint.projections(layer, site))
-            return [*encoded_site(block, layer, site, stacked, None, row_scales).tensors.values()]
+            if torch.device(device).type == "cpu":
+                stacked = checkpoint.stacked_floats(layer, site)
+            else:
+                stacked = stacked_on(device, checkpoint.projections(layer, site))
+            scales = zigzag.row_scales(stacked) if row_scales else None
+            tensors = stored_tensors(name, *zigzag.pack_with_tail(stacked, block, scales)).values()
+            return [*tensors, *([] if scales is None else [scales.view(torch.uint8)])]
         size = zigzag.superblock_bytes(block)
         stored = [torch.empty(*t.shape[:-1], size, dtype=torch.uint8, device=device) for t in planned]
         for number, matrix in enumerate(checkpoint.each_expert(layer, site)):

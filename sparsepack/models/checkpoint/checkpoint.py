@@ -141,6 +141,18 @@ class Checkpoint:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
         return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)
 
+    def stacked_floats(self, layer: int, site: str) -> torch.Tensor:
+        """The matrix of a site that is no mixture's in float32, [rows, columns]; beside it one projection is in
+        memory."""
+        names = self.weight_names(layer, site)
+        if len(names) == 1:
+            return self.tensor(names[0]).flatten(0, -2).float()
+        stacked = torch.empty(self.stacked_shape(site, layer))
+        parts = torch.split(stacked, [math.prod(self.source.shapes[name][:-1]) for name in names])
+        for name, part in zip(names, parts, strict=True):
+            part.copy_(self.tensor(name).flatten(0, -2))
+        return stacked
+
     def projections(self, layer: int, site: str) -> list[torch.Tensor]:
         """The matrices of a site one by one, in the order in which they are stacked; those of all experts are one, and
         the parts of a shared one as wide as these another."""

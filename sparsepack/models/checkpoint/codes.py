@@ -8,6 +8,8 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 
+_AT_ONCE = 1 << 17
+"""So many numbers of 8 bits are converted at a time."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What 4 bits of FP4 mean, without the sign, which is the highest of them."""
 _E2M3 = tuple([m / 8 for m in range(8)] + [(1 + m / 8) * 2**e for e in range(3) for m in range(8)])
@@ -103,5 +105,19 @@ def floats(packed: Tensor, bits: int = 4) -> Tensor:
 
 def numbers(found: Tensor) -> Tensor:
     """Numbers of 8 bits, FP8 or integers, as float32."""
-    every = torch.arange(256, dtype=torch.uint8).view(found.dtype).float()
-    return decoded(found.unsqueeze(-1), 8, every).view(found.shape)
+    if found.dtype not in (torch.float8_e4m3fn, torch.float8_e5m2):
+        return found.float()
+    values = torch.empty(found.shape)
+    codes, flat = found.contiguous().view(torch.uint8).view(-1), values.view(-1)
+    for first in range(0, len(flat), _AT_ONCE):  # in the caches; torch's own conversion takes three times as long
+        words, here = codes[first : first + _AT_ONCE].to(torch.int16), flat[first : first + _AT_ONCE]
+        if found.dtype == torch.float8_e5m2:  # the upper half of a float16
+            here.copy_(words.bitwise_left_shift_(8).view(torch.float16))
+            continue
+        small = words & 127
+        nan = bool((small == 127).any())
+        half = small.bitwise_left_shift_(7).bitwise_or_(words.bitwise_and_(128).bitwise_left_shift_(8))
+        here.copy_(half.view(torch.float16)).mul_(256)  # whose exponents begin 8 lower
+        if nan:
+            here[codes[first : first + _AT_ONCE] & 127 == 127] = torch.nan
+    return values

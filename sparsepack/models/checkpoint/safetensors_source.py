@@ -118,6 +118,7 @@ class SafetensorsSource:
     def tensor(self, name: str) -> torch.Tensor:
         stored_as = self._stored_as[name]
         value = self._read(self._file_of[name], lambda file: file.get_tensor(stored_as))
+        self._hash.count_read(self._file_of[name], value.nbytes)
         return check_finite(self._file_of[name], stored_as, value)
 
     def stored(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -132,6 +133,7 @@ class SafetensorsSource:
                 found[name] = _read_at(
                     path, self._places[path][self._stored_as[name]], _TYPES[self.types[name]], self._shapes[name]
                 )
+                self._hash.count_read(path, found[name].nbytes)
             except (OSError, ValueError, LookupError) as error:
                 raise _unreadable(path, error) from error
         return found

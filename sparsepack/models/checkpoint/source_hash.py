@@ -8,7 +8,7 @@ from typing import TypeVar
 from uuid import uuid4
 
 from sparsepack.errors import CheckpointError
-from sparsepack.files.hashing import PENDING_HASH, Hashing
+from sparsepack.files.hashing import AHEAD, PENDING_HASH, Hashing, Pace
 from sparsepack.files.stored import shown
 from sparsepack.workers.exchange import AllGather
 from sparsepack.workers.launch import number_here
@@ -26,6 +26,9 @@ class SourceHash:
     def __init__(self, files: Sequence[Path], combine: Callable[[Sequence[str]], str]) -> None:
         self._combine = combine
         self._opened = {file: _state(file) for file in files}
+        size = sum(state[2] for state in self._opened.values() if state)
+        self._pace = Pace(len(self._opened)) if size > AHEAD else None
+        self._numbers = {file: number for number, file in enumerate(self._opened)}
         self._known: str | None = None
         self._begun: Hashing | None = None
         self._waits: Callable[[], str] | None = None  # for what is being taken
@@ -35,11 +38,16 @@ class SourceHash:
         """The files, in the order that counts."""
         return tuple(self._opened)
 
+    def count_read(self, file: Path, nbytes: int) -> None:
+        """Count bytes of one of the files as read: those of large models are hashed when they are read anyway."""
+        if self._pace is not None:
+            self._pace.count(self._numbers[file], nbytes)
+
     def begin(self) -> None:
         """Begin to take the hash, beside whatever is done until it is asked for: importing transformers takes as long.
         Of workers only the first of a machine begins, since the others are told."""
         if self._known is None and self._begun is None and number_here() == 0:
-            self._begun = Hashing(self._opened)
+            self._begun = Hashing(self._opened, self._pace)
 
     def sha256(self) -> str:
         """The hash. Raises `CheckpointError` where a file cannot be read, or has changed since it was opened."""
@@ -110,7 +118,7 @@ class SourceHash:
         if takes and self._begun is not None:
             yield self._begun
             return
-        taking = Hashing(self._opened if takes and self._known is None else ())
+        taking = Hashing(self._opened if takes and self._known is None else (), self._pace)
         try:
             yield taking
         finally:

@@ -227,6 +227,8 @@ class GgufSource:
         gguf_name = self._gguf_name[name]
         value = check_finite(self._file.path, gguf_name, self.rows(name, 0, self.shapes[name][0]))
         self._file.forget(gguf_name)
+        info = self._file.tensors[gguf_name]
+        self._hash.count_read(self._file.paths[info.part], info.nbytes)
         return self._tensors.here(name, value)
 
 

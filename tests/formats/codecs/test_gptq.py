@@ -135,7 +135,7 @@ def test_a_tail_by_the_kernel_is_what_it_is_column_by_column(rows: int, monkeypa
     weight, inputs = weights(rows, 70), known(70)
     blocks, tail = gptq.zigzag_blocks(weight.clone(), inputs)
     assert tail is not None
-    monkeypatch.setattr(gptq.q4_k_device, "_native", lambda: None)
+    monkeypatch.setattr(gptq.q4_k_device, "kernels", lambda: None)
     plain_blocks, plain_tail = gptq.zigzag_blocks(weight.clone(), inputs)
     found, expected = zigzag.unpack(blocks, rows, tail=tail), zigzag.unpack(plain_blocks, rows, tail=plain_tail)
     assert (found - expected).abs().gt(1e-3).float().mean() < 0.02  # sums in another order: few values fall otherwise

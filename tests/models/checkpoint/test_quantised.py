@@ -18,7 +18,7 @@ from sparsepack.data import SHIPPED_MODELS
 from sparsepack.errors import UserError
 from sparsepack.formats.containers.gguf import open_gguf
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.checkpoint.codes import unpacked
+from sparsepack.models.checkpoint.codes import numbers, unpacked
 from sparsepack.models.checkpoint.quantised import quantised_source, read_methods
 from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
 
@@ -50,6 +50,14 @@ def test_a_release_is_read_as_its_encoder_meant_it(model: Path, capsys, kind: st
     assert f"weights in {RELEASES[kind].name}, which lie on the grid" in capsys.readouterr().err
     assert not hasattr(checkpoint.config, "quantization_config")
     assert {each.name for each in checkpoint.stored_types} == {RELEASES[kind].name, "BF16"}
+
+
+@pytest.mark.parametrize("kind", [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8])
+def test_every_number_of_8_bits_is_what_torch_takes_it_for(kind: torch.dtype) -> None:
+    every = torch.arange(256, dtype=torch.uint8).repeat(600).view(kind).view(3, -1)
+    torch.testing.assert_close(numbers(every), every.float(), rtol=0, atol=0, equal_nan=True)
+    finite = every[every.float().isfinite()]
+    assert torch.equal(numbers(finite).signbit(), finite.float().signbit())
 
 
 @pytest.mark.parametrize("bits", range(1, 9))

@@ -7,13 +7,18 @@ from typing import Any
 
 import pytest
 from artifacts_for_tests import write_plain
+from models_for_tests import make_model
+from releases_for_tests import RELEASES, release
+from safetensors.torch import load_file
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files import hashing
 from sparsepack.files.hashing import combine_digests
+from sparsepack.formats.open import open_artifact
 from sparsepack.models.checkpoint import source_hash
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.models.checkpoint.source_hash import SourceHash
+from sparsepack.packing import PackRequest, pack
 
 
 @pytest.fixture
@@ -139,10 +144,33 @@ def test_what_was_begun_says_what_is_wrong_when_it_is_asked_for(files: list[Path
 
 def test_the_first_worker_of_a_machine_alone_begins(files: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     began: list[int] = []
-    monkeypatch.setattr(source_hash, "Hashing", lambda paths: began.append(len(list(paths))))
+    monkeypatch.setattr(source_hash, "Hashing", lambda paths, pace: began.append(len(list(paths))))
     monkeypatch.setenv("LOCAL_RANK", "1")
     SourceHash(files, combine_digests).begin()
     assert began == []
     monkeypatch.setenv("LOCAL_RANK", "0")
     SourceHash(files, combine_digests).begin()
     assert began == [2]
+
+
+def test_packing_a_large_release_reads_a_weight_once_and_hashes_what_was_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the hash: all tensors, and embedding and output once more, whose types are chosen by their values."""
+    model = make_model(tmp_path / "m")
+    release(model, RELEASES["fp8, blocks"])
+    file = model / "model.safetensors"
+    for module in (hashing, source_hash):
+        monkeypatch.setattr(module, "AHEAD", 0)
+    counted: list[int] = []
+    count = hashing.Pace.count
+
+    def recorded(pace: hashing.Pace, number: int, nbytes: int) -> None:
+        counted.append(nbytes)
+        count(pace, number, nbytes)
+
+    monkeypatch.setattr(hashing.Pace, "count", recorded)
+    pack(PackRequest(str(model), tmp_path / "m.gguf"))
+    sizes = {name: tensor.nbytes for name, tensor in load_file(file).items() if not name.endswith(".input_scale")}
+    assert sum(counted) == sum(sizes.values()) + sizes["model.embed_tokens.weight"] + sizes["lm_head.weight"]
+    assert open_artifact(tmp_path / "m.gguf").manifest["model"]["sha256"] == digest(digest(file.read_bytes()).encode())

@@ -1,4 +1,4 @@
-// The encoder of quantise/q4_k.h on arrays that Python allocated; sizes are checked here.
+// The encoders of quantise/ on arrays that Python allocated; sizes are checked here.
 #include "isa/dispatch.h"
 #include "threads/pool.h"
 
@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <optional>
 #include <stdexcept>
+#include <vector>
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -19,13 +20,17 @@ namespace {
 
 using Matrix = nb::ndarray<float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Factor = nb::ndarray<const float, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
+using Weight = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
+using Divisors = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Means = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Blocks = nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+
+void expect(bool met, const char* what) {
+    if (!met) throw std::invalid_argument(what);
+}
 
 void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, std::optional<Matrix> errors,
                    std::optional<Factor> steps, const std::string& instruction_set, int threads) {
-    auto expect = [](bool met, const char* what) {
-        if (!met) throw std::invalid_argument(what);
-    };
     size_t columns = block.shape(0), rows = block.shape(1), bands = (rows + 255) / 256;
     expect(blocks.shape(0) == columns && blocks.shape(1) == bands && blocks.shape(2) == 144,
            "blocks: expected [columns, bands, 144]");
@@ -45,7 +50,7 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
                       (int64_t)columns,
                       (int64_t)rows,
                       (int64_t)bands};
-    QuantiseBand kernel = quantise_kernel(instruction_set);
+    QuantiseBand kernel = encoders(instruction_set).feedback;
     // With errors fed back columns follow each other; without, they are shared out too.
     int64_t at_once = factor ? work.columns : 64, parts = (work.columns + at_once - 1) / at_once;
     Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts * work.bands, 1)));
@@ -62,11 +67,69 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
     });
 }
 
+void encode(const std::string& block, Weight weight, std::optional<Divisors> divisors, Blocks blocks,
+            const std::string& instruction_set, int threads) {
+    Encoders known = encoders(instruction_set);
+    bool planes = block == "Q6_P";
+    expect(planes || block == "Q4_K", "block: expected Q4_K or Q6_P");
+    int64_t rows = (int64_t)weight.shape(0), columns = (int64_t)weight.shape(1), bands = (rows + 255) / 256;
+    expect((int64_t)blocks.shape(0) == bands && (int64_t)blocks.shape(1) == columns &&
+               blocks.shape(2) == (planes ? 200 : 144),
+           "blocks: expected [bands, columns, bytes]");
+    expect(!divisors || (int64_t)divisors->shape(0) == rows, "divisors: expected one for each row");
+    expect(threads > 0, "threads: expected at least 1");
+    EncodeWork work{
+        weight.data(),   divisors ? divisors->data() : nullptr, blocks.data(), rows, columns, weight.stride(0),
+        weight.stride(1)};
+    Encode kernel = planes ? known.q6_p : known.q4_k;
+    const int64_t at_once = 256;
+    int64_t parts = (columns + at_once - 1) / at_once;
+    Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts * bands, 1)));
+    pool.run([&](int) {
+        pool.share((int)(parts * bands), [&](int item, int) {
+            int64_t first = item % parts * at_once;
+            kernel(work, item / parts, first, std::min(at_once, columns - first));
+        });
+    });
+}
+
+// means [rows]: of the squares of each row, after so many rounds in which rows and columns are divided in turns.
+void balance(Factor weight, Means means, int rounds, const std::string& instruction_set, int threads) {
+    int64_t rows = (int64_t)weight.shape(0), columns = (int64_t)weight.shape(1);
+    expect((int64_t)means.shape(0) == rows, "means: expected one for each row");
+    expect(rounds > 0 && threads > 0, "rounds and threads: expected at least 1");
+    Balance kernel = encoders(instruction_set).balance;
+    const int64_t at_once = 64;  // rows, whose sums are added in order: the result is that of any number of threads
+    int64_t parts = (rows + at_once - 1) / at_once;
+    Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts, 1)));
+    std::vector<double> inverse((size_t)columns, 1.0), sums((size_t)(parts * columns)), scratch;
+    scratch.resize((size_t)(pool.threads() * columns));
+    for (int round = 0; round < rounds; round++) {
+        pool.run([&](int thread) {
+            pool.share((int)parts, [&](int part, int) {
+                int64_t first = part * at_once;
+                kernel({weight.data() + first * columns, inverse.data(), means.data() + first,
+                        sums.data() + part * columns, scratch.data() + thread * columns,
+                        std::min(at_once, rows - first), columns});
+            });
+        });
+        for (int64_t column = 0; column < columns; column++) {
+            double sum = 0;
+            for (int64_t part = 0; part < parts; part++) sum += sums[(size_t)(part * columns + column)];
+            inverse[(size_t)column] = sum > 0 ? (double)rows / sum : 1;
+        }
+    }
+}
+
 }  // namespace
 
 void bind_quantise(nb::module_& m) {
     m.def("quantise_q4_k", &quantise_q4_k, "block"_a, "blocks"_a, "factor"_a.none(), "errors"_a.none(),
           "steps"_a.none(), "instruction_set"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("encode", &encode, "block"_a, "weight"_a, "divisors"_a.none(), "blocks"_a, "instruction_set"_a, "threads"_a,
+          nb::call_guard<nb::gil_scoped_release>());
+    m.def("balance", &balance, "weight"_a, "means"_a, "rounds"_a, "instruction_set"_a, "threads"_a,
+          nb::call_guard<nb::gil_scoped_release>());
 }
 
 }  // namespace sparsepack

@@ -44,13 +44,16 @@ const Kernels& kernels(const std::string& name) {
     throw std::invalid_argument("instruction set '" + name + "': not available here; expected one of " + known);
 }
 
-QuantiseBand quantise_kernel(const std::string& name) {
+Encoders encoders(const std::string& name) {
     const Kernels* set = &kernels(name);
+#ifdef SPARSEPACK_AVX512
+    if (set == &avx512_kernels) return {encode_q4_k_avx2, encode_q6_p_avx512, quantise_avx2, balance_avx512};
+#endif
 #ifdef SPARSEPACK_AVX2
-    if (set != &scalar_kernels) return quantise_avx2;
+    if (set != &scalar_kernels) return {encode_q4_k_avx2, encode_q6_p_avx2, quantise_avx2, balance_avx2};
 #endif
     (void)set;
-    return quantise_plain;
+    return {encode_q4_k_plain, encode_q6_p_plain, quantise_plain, balance_plain};
 }
 
 }  // namespace sparsepack

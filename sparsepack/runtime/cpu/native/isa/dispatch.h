@@ -1,6 +1,8 @@
 // Which instruction sets this build has and this machine can run.
 #pragma once
 #include "kernels/kernels.h"
+#include "quantise/balance.h"
+#include "quantise/encode.h"
 #include "quantise/q4_k.h"
 
 #include <string>
@@ -14,7 +16,14 @@ std::vector<std::string> instruction_sets();
 // The kernels of a usable instruction set; throws std::invalid_argument for any other name.
 const Kernels& kernels(const std::string& name);
 
-// The encoder of a usable instruction set, or of the nearest one that has its own; throws as `kernels`.
-QuantiseBand quantise_kernel(const std::string& name);
+// What packs a model, of one instruction set.
+struct Encoders {
+    Encode q4_k, q6_p;
+    QuantiseBand feedback;  // Q4_K
+    Balance balance;
+};
+
+// The encoders of a usable instruction set, or of the nearest one that has its own; throws as `kernels`.
+Encoders encoders(const std::string& name);
 
 }  // namespace sparsepack

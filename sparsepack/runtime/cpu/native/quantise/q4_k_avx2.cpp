@@ -1,3 +1,4 @@
 // With AVX2 and FMA.
 #define SPARSEPACK_QUANTISE quantise_avx2
+#define SPARSEPACK_ENCODE encode_q4_k_avx2
 #include "quantise/q4_k.inc"
