@@ -180,10 +180,16 @@ def test_backends_without_states_refuse_in_one_line() -> None:
     assert "\n" not in str(refusal.value) + str(divided.value)
 
 
-def test_layer_norms_are_not_divided() -> None:
-    packed = random_model("nemotron, LayerNorm, without a gate")
-    with pytest.raises(UserError, match="vram: models with LayerNorm are not divided"):
-        check_features(BACKENDS["cuda"], EngineOptions(vram="1GB"), packed)
+@pytest.mark.parametrize(
+    ("variant", "what"),
+    [
+        ("nemotron, LayerNorm, without a gate", "models with LayerNorm"),
+        ("gemma4, heads of two sizes", "models with heads of two sizes"),
+    ],
+)
+def test_other_models_are_not_divided(variant: str, what: str) -> None:
+    with pytest.raises(UserError, match=f"vram: {what} are not divided"):
+        check_features(BACKENDS["cuda"], EngineOptions(vram="1GB"), random_model(variant))
 
 
 def test_a_sequence_takes_keys_and_values_of_its_attention_alone_and_a_state() -> None:
