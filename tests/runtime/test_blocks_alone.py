@@ -1,0 +1,81 @@
+"""Nemotron-H: blocks that are a state-space model, attention or an MLP alone, here without mixtures of experts."""
+
+import dataclasses
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
+from packed_models import NEMOTRON_H, random_model, stock_logits, stock_model, with_rules
+
+from sparsepack.formats.packed import PackedModel
+from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.blocks import Attention, Mamba
+from sparsepack.runtime.backends import ALONE
+
+IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
+KINDS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+able = every_backend_that(lambda row: ALONE in row.traits)
+
+
+@cache
+def models() -> tuple[PackedModel, Any]:
+    sizes = {"mamba_num_heads": 10, "mamba_head_dim": 36, "n_groups": 5, "ssm_state_size": 20, "conv_kernel": 2}
+    packed = random_model(**{**NEMOTRON_H, **sizes, "layers_block_type": KINDS, "intermediate_size": 172})
+    stock = stock_model(packed)
+    return with_rules(packed, stock, IDS, [0, 6]), stock
+
+
+def test_each_block_has_one_part() -> None:
+    a = models()[0].architecture
+    assert [type(block.mixer) for block in a.blocks] == [Mamba, type(None), Mamba, Attention, type(None)]
+    assert [block.mlp is None for block in a.blocks] == [True, False, True, True, False]
+    assert (a.experts, a.mlp_layers, a.mamba_layers, a.attention_layers) == (None, (1, 4), (0, 2), (3,))
+    assert Architecture.from_json(a.to_json()) == a
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mlp_layers": ()},
+        {"mlp_layers": (0, 1)},
+        {"mlp_layers": (1, 5)},
+        {"mamba_layers": ()},
+        {"mamba_layers": (0, 2, 3)},
+        {"mamba": Mamba(10, 36, 4, 20, 2, 5)},
+        {"mamba": Mamba(10, 36, 5, 20, 0, 5)},
+    ],
+    ids=str,
+)
+def test_numbers_of_no_model_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"mlp_layers|mamba|heads|no layer has attention"):
+        check_numbers(dataclasses.replace(models()[0].architecture, **changes))
+
+
+@able
+@pytest.mark.parametrize("start", [0, 6, len(IDS)])
+def test_logits_are_the_stock_models(backend: str, start: int) -> None:
+    packed, stock = models()
+    expected, _ = stock_logits(stock, packed, IDS, start)
+    engine = engine_of(packed, backend)
+    assert largest_difference(engine.teacher_forced(IDS, start), expected) < TOLERANCE[backend]
+    engine.reset()
+    if start:
+        engine.prefill(IDS[:start])
+    for id, row in zip(IDS[start:], expected[start:], strict=True):
+        assert largest_difference(engine.step(id), row) < TOLERANCE[backend]
+
+
+@able
+def test_several_texts_have_what_each_has_alone(backend: str) -> None:
+    packed, _ = models()
+    texts = [IDS[:4], IDS[3:9], IDS[8:]]
+    together, alone = engine_of(packed, backend, sequences=3, dense=True), engine_of(packed, backend, dense=True)
+    for number, text in enumerate(texts):
+        together.prefill(text, number)
+    found = together.step_all([7, 11, 13])
+    for number, text in enumerate(texts):
+        alone.reset()
+        alone.prefill(text)
+        assert largest_difference(found[number], alone.step([7, 11, 13][number])) < TOLERANCE[backend]
