@@ -99,6 +99,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "smollm3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
+    "olmo": {"tie_word_embeddings": False, "pad_token_id": 0},
     "olmo2": {"tie_word_embeddings": False, "pad_token_id": 0},
     "olmo3": {"num_key_value_heads": 2, "num_hidden_layers": 4, "sliding_window": 24, "pad_token_id": 0},
     "exaone4": {
@@ -366,10 +367,8 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
     **{family: {} for family in ("gemma", "hyperclovax", "lfm2", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
-    **{
-        family: {}
-        for family in ("granite", "granitemoehybrid", "smollm3", "olmo2", "arcee", "nemotron", "seed_oss", "ministral3")
-    },
+    **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo", "olmo2", "arcee")},
+    **{family: {} for family in ("nemotron", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 UNLIKE = ("qwen2", "gemma3_text", "gemma4_text", "lfm2", "granite", "phi3", "smollm3", "qwen3_5_text")

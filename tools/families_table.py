@@ -55,6 +55,7 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         {"num_local_experts": 0, "num_hidden_layers": 1, "layer_types": ["full_attention"]},
     ),
     "SmolLM3": ("smollm3", {}),
+    "Olmo": ("olmo", {}),
     "Olmo 2": ("olmo2", {}),
     "Olmo 3": ("olmo3", {}),
     "EXAONE 4": ("exaone4", {}),

@@ -84,6 +84,8 @@ class Family:
     norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add,
                       `q_row_norm` and `k_row_norm` the queries and keys of all heads together
     layer_norms    -- norms of the stream subtract the mean first, and add the bias of their module last
+    bare_norms     -- these have neither weights nor biases: a checkpoint gives ones and zeros for them
+    norm_eps       -- of all its models; 0: the configuration says it
     norm_offset    -- what is added to the weights of norms before they multiply
     gguf           -- what llama.cpp knows of it; None: nothing
     rotary         -- which channels of a head the stock model turns together
@@ -159,6 +161,8 @@ class Family:
     unpackable: str = ""
     norm_offset: float = 0.0
     layer_norms: bool = False
+    bare_norms: bool = False
+    norm_eps: float = 0.0
     attention: Literal["sdpa", "eager"] = "sdpa"
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
     local_rotary: bool = False

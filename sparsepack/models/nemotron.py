@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.family import DenseMlps, Family
-from sparsepack.models.parts import PROJECTIONS, Experts, MambaNames, RouterNames, SharedExpert
+from sparsepack.models.parts import GGUF_PARTS, PROJECTIONS, Experts, LlamaCpp, MambaNames, RouterNames, SharedExpert
 
 
 def _width(config: Any) -> int:
@@ -34,6 +34,13 @@ _SHARED_IN, _SHARED_MID = _SHARED.projections
 FAMILIES = (
     Family(
         "nemotron",
+        LlamaCpp(
+            "nemotron",
+            transformers=False,
+            parts=MappingProxyType({ours: theirs for ours, theirs in GGUF_PARTS.items() if ours != "ffn_gate"}),
+            activation="relu2",
+            parts_of_heads=True,
+        ),
         projections=MappingProxyType({**PROJECTIONS, "mlp_in": ("mlp.up_proj",)}),
         layer_norms=True,
         norm_offset=1.0,

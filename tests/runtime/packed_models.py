@@ -293,6 +293,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "tie_word_embeddings": True,
         "pad_token_id": 0,
     },
+    "olmo, LayerNorm without weights": {"model_type": "olmo"},
     "olmo2, norms after": {"model_type": "olmo2"},
     "olmo3, windows, yarn": {
         "model_type": "olmo3",
@@ -412,6 +413,8 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     shapes = parameter_shapes(config)
 
     def weight(name: str) -> Tensor:
+        if family.bare_norms and name not in shapes:
+            return torch.full((config.hidden_size,), float(name.endswith(".weight")))
         x = torch.randn(shapes[name], generator=generator)
         if re.search(r"norm(_\d)?\.weight$", name):
             return 1 + 0.2 * x

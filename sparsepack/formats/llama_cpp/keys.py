@@ -10,7 +10,7 @@ from gguf import GGUFValueType
 from sparsepack.errors import PackingError
 from sparsepack.formats.containers.gguf import KeyValue, f32, string, u32
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS
+from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, epsilon_key
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Family
 from sparsepack.models.hf_config import rotary_settings
@@ -66,7 +66,7 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
         "attention.head_count_kv": u32(architecture.kv_heads),
         "attention.key_length": u32(architecture.head_dim),
         "attention.value_length": u32(architecture.head_dim),
-        "attention.layer_norm_rms_epsilon": f32(architecture.norm_eps),
+        epsilon_key(family): f32(architecture.norm_eps),
         "rope.dimension_count": u32(2 * len(architecture.inv_freq)),
         "vocab_size": u32(architecture.vocabulary),
     }

@@ -366,7 +366,7 @@ def _planned_router(checkpoint: Checkpoint, layer: int) -> Iterator[PlannedGroup
 
 
 def _in_f32(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
-    planned = PlannedTensor(name, checkpoint.source.shapes[source], "F32")
+    planned = PlannedTensor(name, checkpoint.shape(source), "F32")
     return alone(planned, lambda: BLOCKS["F32"].encode(checkpoint.tensor(source)))
 
 
@@ -406,7 +406,7 @@ def _planned_rule(name: str, rule: SiteRule, levels: int) -> Iterator[PlannedGro
 
 
 def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
-    shape = checkpoint.source.shapes[source]
+    shape = checkpoint.shape(source)
     return alone(PlannedTensor(name, shape, "F32"), lambda: BLOCKS["F32"].encode(checkpoint.norm(source)))
 
 

@@ -128,10 +128,21 @@ class Checkpoint:
         """One tensor by its Hugging Face name, in its stored dtype, on the CPU."""
         if name == self.family.head and self.tied:
             name = self.family.embedding
+        if self._is_bare_norm(name):
+            return torch.full((self.config.hidden_size,), float(name.endswith(".weight")))
         if name not in self.source.shapes:
             near = difflib.get_close_matches(name, self.source.shapes, 1)
             raise CheckpointError(f"{self.name}: the tensor {name} is missing{f'; nearest: {near[0]}' if near else ''}")
         return self.source.tensor(name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of a tensor, without reading it."""
+        return (self.config.hidden_size,) if self._is_bare_norm(name) else self.source.shapes[name]
+
+    def _is_bare_norm(self, name: str) -> bool:
+        """Whether it is the weight or the bias of a norm that has none."""
+        norms = tuple(f".{module}" for module in (*self.family.norms.values(), self.family.after[-1]))
+        return self.family.bare_norms and name.rpartition(".")[0].endswith(norms)
 
     def norm(self, name: str) -> torch.Tensor:
         """What a norm multiplies by, float32, by the name of its tensor."""

@@ -47,7 +47,9 @@ def gguf_names(family: Family, layers: int) -> dict[str, str]:
     """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have; those of experts
     are the parts that `checkpoint.experts` has."""
     last_norm = "output_norm" if family.gguf is None else family.gguf.last_norm
-    names = {**_OUTSIDE, f"{last_norm}.weight": f"{family.backbone}.{family.after[-1]}.weight"}
+    names = {**_OUTSIDE, f"{last_norm}.weight": family.last_norm}
+    if family.layer_norms:
+        names[f"{last_norm}.bias"] = family.last_norm_bias
     parts = {} if family.gguf is None else family.gguf.parts
     for layer in range(layers):
         for ours, theirs in parts.items():
@@ -56,6 +58,11 @@ def gguf_names(family: Family, layers: int) -> dict[str, str]:
         for ours, theirs in ({} if family.gguf is None else family.gguf.tensors).items():
             names[f"blk.{layer}.{ours}"] = f"{family.block(layer)}.{theirs}"
     return names
+
+
+def epsilon_key(family: Family) -> str:
+    """llama.cpp's key of what norms add to the mean square, without the architecture."""
+    return f"attention.layer_norm_{'' if family.layer_norms else 'rms_'}epsilon"
 
 
 STATE_INTERVAL = 4
@@ -155,7 +162,7 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads if type(kv_heads) is int else max(kv_heads),
         "head_dim": head_dim,
-        family.fields.get("rms_norm_eps") or "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+        family.fields.get("rms_norm_eps") or "rms_norm_eps": keys[epsilon_key(family)],
         "max_position_embeddings": keys["context_length"],
         "vocab_size": file.tensors[embedding if embedding in file.tensors else "output.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in file.tensors,
