@@ -320,6 +320,10 @@ EXPERTS: dict[str, dict[str, Any]] = {
     },
 }
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
+UNLIKE_MIXTURES = ("qwen2_moe", "gpt_oss", "deepseek_v2", "nemotron_h")
+"""Mixtures that together have shared experts, biases, sinks, latents, routers of groups, dense blocks and states."""
+EVERY_MIXTURE = [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE_MIXTURES]) for name in EXPERTS]
+"""Parameters of a test: all mixtures, those that are like another among the `long` tests."""
 
 
 def row(name: str) -> Family:

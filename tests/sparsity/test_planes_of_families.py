@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import EVERY_FAMILY, EXPERTS, make_model
+from models_for_tests import EVERY_FAMILY, EVERY_MIXTURE, EXPERTS, make_model
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
@@ -28,7 +28,7 @@ def packed(folder: Path, family: str, text: Any, **goal: Any) -> Packed:
     return pack(PackRequest(model, folder / "p.gguf", FORMAT, folder / "c", **goal))
 
 
-@pytest.mark.parametrize("family", [*EVERY_FAMILY, *EXPERTS])
+@pytest.mark.parametrize("family", [*EVERY_FAMILY, *EVERY_MIXTURE])
 def test_every_family_runs_alike_in_eval_and_engines(family: str, tmp_path: Path, text: Any) -> None:
     made, path = packed(tmp_path, family, text, bits=3.4), tmp_path / "p.gguf"
     assert verify(path, str(tmp_path / "m")).passed
@@ -85,7 +85,7 @@ def check_engine(path: Path, backend: str, bound: float, share: float) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen2_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("qwen2", "arcee"))]
+    "family", ["qwen2_moe", *(pytest.param(name, marks=pytest.mark.long) for name in ("mixtral", "qwen2", "arcee"))]
 )
 def test_bits_are_found_for_a_loss_of_every_kind_of_mlp(family: str, tmp_path: Path, text: Any) -> None:
     made = packed(tmp_path, family, text, loss="3%")

@@ -225,5 +225,5 @@ def test_what_the_kernels_do_not_know_is_an_error() -> None:
         decoder(model("llama"), "f8")
     with pytest.raises(UserError, match=r"17 for each key head: .* use the reference backend"):
         decoder(random_model("llama", num_attention_heads=17, num_key_value_heads=1, hidden_size=34))
-    with pytest.raises(UserError, match="heads of 258 channels"):
-        decoder(random_model("qwen3, tied", head_dim=258))
+    with pytest.raises(UserError, match="heads of 514 channels"):
+        decoder(random_model("qwen3, tied", head_dim=514))

@@ -185,7 +185,7 @@ def _check_heads(shape: AttentionShape) -> None:
         if ratio > MOST_GQA_RATIO or head_dim > most or head_dim % 2:
             raise UserError(
                 f"a model with heads of {head_dim} channels, {ratio:g} for each key head: the cuda backend "
-                f"runs an even number up to {MOST_HEAD_DIM}, and up to {MOST_GQA_RATIO}; use the reference backend"
+                f"runs an even number up to {most}, and up to {MOST_GQA_RATIO}; use the reference backend"
             )
 
 
