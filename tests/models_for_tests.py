@@ -180,6 +180,21 @@ LATENTS: dict[str, Any] = {
     "num_experts_per_tok": 2,
     "tie_word_embeddings": False,
 }
+_DELTA_MIXTURE: dict[str, Any] = {
+    "num_key_value_heads": 1,
+    "num_hidden_layers": 4,
+    "head_dim": 64,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 64,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "tie_word_embeddings": False,
+}
+
 EXPERTS: dict[str, dict[str, Any]] = {
     "mixtral": {
         "num_key_value_heads": 2,
@@ -289,35 +304,8 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "top_k_experts": 2,
         "moe_intermediate_size": 256,
     },
-    "qwen3_5_moe_text": {
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 4,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 64,
-        "moe_intermediate_size": 256,
-        "shared_expert_intermediate_size": 256,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "tie_word_embeddings": False,
-    },
-    "qwen3_next": {
-        "num_key_value_heads": 1,
-        "num_hidden_layers": 4,
-        "head_dim": 64,
-        "linear_num_key_heads": 2,
-        "linear_num_value_heads": 4,
-        "linear_key_head_dim": 32,
-        "linear_value_head_dim": 64,
-        "moe_intermediate_size": 256,
-        "shared_expert_intermediate_size": 256,
-        "num_experts": 8,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-        "tie_word_embeddings": False,
-    },
+    "qwen3_5_moe_text": _DELTA_MIXTURE,
+    "qwen3_next": {**_DELTA_MIXTURE, "norm_topk_prob": True},
 }
 """The same of families whose MLPs are mixtures of experts, which some verbs do not take."""
 UNLIKE_MIXTURES = ("qwen2_moe", "gpt_oss", "deepseek_v2", "nemotron_h")

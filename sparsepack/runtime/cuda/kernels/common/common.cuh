@@ -71,6 +71,8 @@ __device__ __forceinline__ u32 fma_half2(u32 a, u32 b, u32 c) {
     asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
     return d;
 }
+
+// The sums of two float16 in each argument.
 __device__ __forceinline__ u32 add_half2(u32 a, u32 b) {
     u32 c;
     asm("add.rn.f16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));

@@ -7,6 +7,7 @@
 // Macros: ROUNDS: width / THREADS, rounded up; FLAG_IN_DATA 1: x is read as soon as it is stored
 //         (common/flag_in_data.cuh), not when the kernel before has ended
 
+#include "common/block_sum.cuh"
 #include "common/flag_in_data.cuh"
 
 #ifndef ROUNDS
@@ -15,14 +16,6 @@
 #endif
 
 static constexpr int THREADS = 1024, WARPS = THREADS / 32;
-
-// The sum over a block, in the same order every time; every thread gets it. scratch: [WARPS] of shared memory.
-__device__ __forceinline__ float block_sum(float x, float* scratch) {
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-    __syncthreads();
-    return warp_sum(scratch[threadIdx.x % WARPS]);
-}
 
 // weight, bias: float32 [width]
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -48,14 +41,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float sum = 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) sum += v[r];
-    const float mean = block_sum(sum, scratch[0]) / width;
+    const float mean = block_sum<WARPS>(sum, scratch[0]) / width;
     sum = 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
         v[r] -= mean;
         if (column(r) < width) sum += v[r] * v[r];
     }
-    const float scale = rsqrtf(block_sum(sum, scratch[1]) / width + eps);
+    const float scale = rsqrtf(block_sum<WARPS>(sum, scratch[1]) / width + eps);
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r)

@@ -11,6 +11,7 @@
 // Macros: ROUNDS: width / THREADS, rounded up; SUMS; FLAG_IN_DATA 1: updates are read as soon as it is stored
 //         (common/flag_in_data.cuh), not when the kernel before has ended
 
+#include "common/block_sum.cuh"
 #include "common/flag_in_data.cuh"
 
 #ifndef ROUNDS
@@ -22,14 +23,6 @@
 #endif
 
 static constexpr int THREADS = 1024, WARPS = THREADS / 32;
-
-// The sum over a block, in the same order every time; every thread gets it. scratch: [WARPS] of shared memory.
-__device__ __forceinline__ float block_sum(float x, float* scratch) {
-    x = warp_sum(x);
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = x;
-    __syncthreads();
-    return warp_sum(scratch[threadIdx.x % WARPS]);
-}
 
 // squares: null where nobody asks for them. of_update, of_other: norms of these, where SUMS 2
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -65,8 +58,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     float of_first = 0, of_second = 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) of_first += v[r] * v[r], of_second += second[r] * second[r];
-    of_first = rsqrtf(block_sum(of_first, scratch[2]) / width + eps);
-    of_second = rsqrtf(block_sum(of_second, scratch[3]) / width + eps);
+    of_first = rsqrtf(block_sum<WARPS>(of_first, scratch[2]) / width + eps);
+    of_second = rsqrtf(block_sum<WARPS>(of_second, scratch[3]) / width + eps);
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) v[r] = v[r] * of_first * norms[0][r] + second[r] * of_second * norms[1][r];
 #endif
@@ -76,7 +69,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         before[r] = column(r) < width ? load_l2(residual + at + column(r)) : 0;
         sum += v[r] * v[r];
     }
-    const float scale = rsqrtf(block_sum(sum, scratch[0]) / width + eps);
+    const float scale = rsqrtf(block_sum<WARPS>(sum, scratch[0]) / width + eps);
     sum = 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) {
@@ -88,6 +81,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int r = 0; r < ROUNDS; ++r)
         if (column(r) < width) ll_store(y + at + column(r), v[r]);
     if (!squares) return;
-    sum = block_sum(sum, scratch[1]);
+    sum = block_sum<WARPS>(sum, scratch[1]);
     if (threadIdx.x == 0) ll_store(squares + blockIdx.x, sum);
 }
