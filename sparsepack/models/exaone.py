@@ -4,7 +4,8 @@ rotary embedding in the layers that have one alone."""
 from types import MappingProxyType
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import POST_NORM_PARTS, POST_NORMS, LlamaCpp
+from sparsepack.models.llama_cpp import POST_NORM_PARTS, LlamaCpp
+from sparsepack.models.parts import POST_NORMS
 
 FAMILIES = (
     Family(

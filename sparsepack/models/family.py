@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from sparsepack.models.blocks import Multipliers, Rotary
+from sparsepack.models.llama_cpp import LlamaCpp
 from sparsepack.models.parts import (
     LATENT_NORMS,
     LATENT_QUERIES,
@@ -18,7 +19,6 @@ from sparsepack.models.parts import (
     DeltaNetNames,
     Experts,
     LearnedPositions,
-    LlamaCpp,
     MambaNames,
     ResidualStream,
     ShortConvNames,

@@ -10,7 +10,8 @@ from typing import Any
 
 from sparsepack.models.blocks import Multipliers
 from sparsepack.models.family import Family
-from sparsepack.models.parts import GGUF_PARTS, NORMS, PROJECTIONS, Experts, LlamaCpp, OwnNorms, SharedExpert
+from sparsepack.models.llama_cpp import GGUF_PARTS, LlamaCpp
+from sparsepack.models.parts import NORMS, PROJECTIONS, Experts, OwnNorms, SharedExpert
 
 _CAPS = MappingProxyType(
     {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}

@@ -5,7 +5,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import GGUF_PARTS, NORMS, PROJECTIONS, LlamaCpp
+from sparsepack.models.llama_cpp import GGUF_PARTS, LlamaCpp
+from sparsepack.models.parts import NORMS, PROJECTIONS
 
 _PROJECTIONS = MappingProxyType({**PROJECTIONS, "mlp_in": ("mlp.gate_up_proj",)})
 

@@ -5,7 +5,8 @@ from types import MappingProxyType
 
 from sparsepack.models.blocks import CLAMPED_SWIGLU
 from sparsepack.models.family import Family
-from sparsepack.models.parts import EXPERT_PARTS, PROJECTIONS, Experts, LlamaCpp
+from sparsepack.models.llama_cpp import EXPERT_PARTS, LlamaCpp
+from sparsepack.models.parts import PROJECTIONS, Experts
 
 _EXPERTS = Experts(
     "mlp.experts",

@@ -8,7 +8,8 @@ from typing import Any
 
 from sparsepack.models.blocks import Multipliers
 from sparsepack.models.family import Family
-from sparsepack.models.parts import NORMS, PROJECTIONS, LlamaCpp
+from sparsepack.models.llama_cpp import LlamaCpp
+from sparsepack.models.parts import NORMS, PROJECTIONS
 
 
 def _multipliers(config: Any) -> Multipliers:

@@ -7,7 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.family import DenseMlps, Family
-from sparsepack.models.parts import Experts, LlamaCpp, RouterNames, ShortConvNames
+from sparsepack.models.llama_cpp import LlamaCpp
+from sparsepack.models.parts import Experts, RouterNames, ShortConvNames
 
 
 def _width(config: Any) -> int:

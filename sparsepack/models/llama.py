@@ -5,7 +5,8 @@ four layers)."""
 from types import MappingProxyType
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import GGUF_PARTS, PROJECTIONS, LlamaCpp
+from sparsepack.models.llama_cpp import GGUF_PARTS, LlamaCpp
+from sparsepack.models.parts import PROJECTIONS
 
 LLAMA_CPP = LlamaCpp("llama", permuted=True, scalings=("llama3",))
 

@@ -6,16 +6,8 @@ from typing import Any
 
 from sparsepack.models.family import Family
 from sparsepack.models.llama import LLAMA_CPP
-from sparsepack.models.parts import (
-    EXPERT_PARTS,
-    NORMS,
-    PROJECTIONS,
-    QK_NORMS,
-    SHARED_EXPERT_PARTS,
-    Experts,
-    LlamaCpp,
-    SharedExpert,
-)
+from sparsepack.models.llama_cpp import EXPERT_PARTS, SHARED_EXPERT_PARTS, LlamaCpp
+from sparsepack.models.parts import NORMS, PROJECTIONS, QK_NORMS, Experts, SharedExpert
 from sparsepack.models.qwen import QWEN3_HEAD
 
 _ROW_NORMS = MappingProxyType({**NORMS, "q_row_norm": "self_attn.q_norm", "k_row_norm": "self_attn.k_norm"})

@@ -6,7 +6,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.family import DenseMlps, Family
-from sparsepack.models.parts import GGUF_PARTS, PROJECTIONS, Experts, LlamaCpp, MambaNames, RouterNames, SharedExpert
+from sparsepack.models.llama_cpp import GGUF_PARTS, LlamaCpp
+from sparsepack.models.parts import PROJECTIONS, Experts, MambaNames, RouterNames, SharedExpert
 
 
 def _width(config: Any) -> int:

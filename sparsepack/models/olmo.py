@@ -6,7 +6,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import GGUF_PARTS, POST_NORM_PARTS, POST_NORMS, LlamaCpp
+from sparsepack.models.llama_cpp import GGUF_PARTS, POST_NORM_PARTS, LlamaCpp
+from sparsepack.models.parts import POST_NORMS
 
 _LLAMA_CPP = LlamaCpp(
     "olmo2",

@@ -4,7 +4,8 @@ length."""
 from types import MappingProxyType
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import PROJECTIONS, LlamaCpp
+from sparsepack.models.llama_cpp import LlamaCpp
+from sparsepack.models.parts import PROJECTIONS
 
 _LLAMA_CPP = LlamaCpp(
     "phi3",

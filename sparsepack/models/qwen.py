@@ -1,7 +1,8 @@
 """Qwen's dense models: biases of queries, keys and values in the second generation, norms of each head in the third."""
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import QK_NORMS, LlamaCpp
+from sparsepack.models.llama_cpp import LlamaCpp
+from sparsepack.models.parts import QK_NORMS
 
 QWEN3_HEAD = 128
 

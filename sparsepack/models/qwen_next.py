@@ -7,16 +7,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from sparsepack.models.family import Family
-from sparsepack.models.parts import (
-    GGUF_PARTS,
-    PROJECTIONS,
-    QK_NORMS,
-    SHARED_EXPERT_PARTS,
-    DeltaNetNames,
-    Experts,
-    LlamaCpp,
-    SharedExpert,
-)
+from sparsepack.models.llama_cpp import GGUF_PARTS, SHARED_EXPERT_PARTS, LlamaCpp
+from sparsepack.models.parts import PROJECTIONS, QK_NORMS, DeltaNetNames, Experts, SharedExpert
 
 _STATE_PARTS = MappingProxyType(
     {

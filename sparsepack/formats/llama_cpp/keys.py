@@ -14,7 +14,7 @@ from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, epsilon_key
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Family
 from sparsepack.models.hf_config import rotary_settings
-from sparsepack.models.parts import LlamaCpp
+from sparsepack.models.llama_cpp import LlamaCpp
 
 _INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
 

@@ -19,7 +19,8 @@ from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import check_fields, config_of
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import Family
-from sparsepack.models.parts import DeltaNetNames, Experts, LlamaCpp, ShortConvNames
+from sparsepack.models.llama_cpp import LlamaCpp
+from sparsepack.models.parts import DeltaNetNames, Experts, ShortConvNames
 
 _OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 
