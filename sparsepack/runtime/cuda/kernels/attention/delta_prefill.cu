@@ -310,21 +310,11 @@ struct Factor {
             near[i] = parts.x, rest[i] = parts.y;
         }
     }
-    // Added to COUNT tiles in turns: a product waits for the one before only where both have one sum.
-    template <int COUNT>
-    __device__ __forceinline__ void multiply(float (*c)[4], const uint4* words) const {
-        u32 b_near[COUNT][2], b_rest[COUNT][2];
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) {
-            const uint4 b = words[n * 32];
-            b_near[n][0] = b.x, b_near[n][1] = b.y, b_rest[n][0] = b.z, b_rest[n][1] = b.w;
-        }
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) mma_bfloat(c[n], rest, b_near[n]);
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) mma_bfloat(c[n], near, b_rest[n]);
-#pragma unroll
-        for (int n = 0; n < COUNT; ++n) mma_bfloat(c[n], near, b_near[n]);
+    __device__ __forceinline__ void multiply(float (&c)[4], const uint4& b) const {
+        const u32 b_near[2] = {b.x, b.y}, b_rest[2] = {b.z, b.w};
+        mma_bfloat(c, rest, b_near);
+        mma_bfloat(c, near, b_rest);
+        mma_bfloat(c, near, b_near);
     }
 };
 
@@ -403,9 +393,9 @@ extern "C" __global__ void __launch_bounds__(RULE_WARPS * 32)
             const uint4* const words = next(step++);
             const Factor factor(s[2 * j], s[2 * j + 1]);
 #pragma unroll
-            for (int n = 0; n < CHUNK_TILES; n += 4) {
-                factor.multiply<4>(e + n, words + n * 32);
-                factor.multiply<4>(o + n, words + (CHUNK_TILES + n) * 32);
+            for (int n = 0; n < CHUNK_TILES; ++n) {
+                factor.multiply(e[n], words[n * 32]);
+                factor.multiply(o[n], words[(CHUNK_TILES + n) * 32]);
             }
         }
 #pragma unroll
@@ -418,11 +408,9 @@ extern "C" __global__ void __launch_bounds__(RULE_WARPS * 32)
             const uint4* const words = next(step++);
             const Factor factor(e[2 * j], e[2 * j + 1]);
 #pragma unroll
-            for (int n = 2 * j; n < CHUNK_TILES; n += 2) factor.multiply<2>(o + n, words + n * 32);  // A is zero before
-            constexpr int TOGETHER = KEY_TILES % 4 ? 2 : 4;
+            for (int n = 2 * j; n < CHUNK_TILES; ++n) factor.multiply(o[n], words[n * 32]);  // A is zero before
 #pragma unroll
-            for (int n = 0; n < KEY_TILES; n += TOGETHER)
-                factor.multiply<TOGETHER>(s + n, words + (CHUNK_TILES + n) * 32);
+            for (int n = 0; n < KEY_TILES; ++n) factor.multiply(s[n], words[(CHUNK_TILES + n) * 32]);
         }
 #pragma unroll
         for (int n = 0; n < CHUNK_TILES; ++n) {
