@@ -17,7 +17,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache
 from sparsepack.runtime.cuda.attention.latents import caches_latents
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
-from sparsepack.runtime.cuda.decoder import forward
+from sparsepack.runtime.cuda.decoder import prefill
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
 from sparsepack.runtime.engine import Engine
@@ -143,7 +143,7 @@ def test_short_prompts_that_come_again_are_recorded(
 def test_experts_that_have_more_positions_than_room_are_computed_again(
     rooms: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(forward, "_ROOMS", rooms)
+    monkeypatch.setattr(prefill, "_ROOMS", rooms)
     packed = model("olmoe", planes=True)
     engine, alone, ids = decoder(packed), decoder(packed), torch.full((50,), 7)
     monkeypatch.setattr(alone._prefill, "_longest", 0)

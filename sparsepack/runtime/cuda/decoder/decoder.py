@@ -18,9 +18,10 @@ from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
 from sparsepack.runtime.cuda.attention.latents import caches_latents
 from sparsepack.runtime.cuda.attention.states import Mixer, States
-from sparsepack.runtime.cuda.decoder.forward import Prefill, Step, count_active, state_parts
 from sparsepack.runtime.cuda.decoder.model import load_model
+from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
+from sparsepack.runtime.cuda.decoder.step import Step, count_active, state_parts
 from sparsepack.runtime.cuda.driver.device import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
 from sparsepack.runtime.decoder import attention_of, moving_sequences

@@ -14,7 +14,8 @@ from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.cuda.attention.latents import LatentWeights, caches_latents, latent_weights
-from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, ExpertMlp, load_mlp
+from sparsepack.runtime.cuda.decoder.expert_mlp import ExpertMlp
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import DividedPlace, Place

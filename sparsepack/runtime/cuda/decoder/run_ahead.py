@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.decoder.forward import Step, state_parts
+from sparsepack.runtime.cuda.decoder.step import Step, state_parts
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.generation.sampling import Sampler, Sampling, not_finite
 

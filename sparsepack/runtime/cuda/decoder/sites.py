@@ -215,3 +215,14 @@ def load_gate(mlp: stored.NeuronMlp, device: torch.device, kernels: Kernels, pla
     if mlp.gate.format.order != "zigzag":
         return RowsGate(kernels.load_rows_fp16(mlp.gate, device, place=place))
     return ZigzagGate(CudaSite(kernels.load_zigzag(mlp.gate, device, place=place), Columns(), Columns()))
+
+
+def rows_for_mid(matrix: CudaZigzag) -> int:
+    """How many numbers the product with gate and up leaves."""
+    return matrix.rows // (2 if matrix.gate_bands else 1)
+
+
+def split_activation(matrix: CudaZigzag, activation: int) -> tuple[int | None, int | None]:
+    """The function of the gate where the product with gate and up finishes both, and where it leaves both to what reads
+    them."""
+    return (activation, None) if matrix.gate_bands else (None, activation)

@@ -1,0 +1,168 @@
+"""The blocks of a model in order for prefill: many positions of a sequence at once, every site dense. Short prompts,
+which would wait for the host, are CUDA graphs from their second time on."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import sdpa_kernel
+
+from sparsepack.runtime.cuda.attention.attention import BACKENDS
+from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
+from sparsepack.runtime.cuda.attention.states import States
+from sparsepack.runtime.cuda.decoder.buffers import FilledUp, MlpPrompt
+from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
+from sparsepack.runtime.cuda.decoder.sites import CudaSite
+from sparsepack.runtime.cuda.decoder.token_mixers import MixerPrompt, token_mixers
+from sparsepack.runtime.cuda.driver.kernel_set import Kernels
+from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
+from sparsepack.runtime.cuda.products.zigzag import SCRATCH_BYTES
+
+FILLED_UP = (16, 32, 64, 96, 128, 192, 256, 384, 512)
+"""A sequence's first prompt is filled up to so many positions, and recorded when one of that size comes again: the host
+takes longer to launch its kernels than a GPU to compute them. What comes first is filled up, too: it has the same
+bits."""
+_ROOMS = (4, 16)
+"""There is room for so many times as many positions of an expert as each has in the mean, and where one has more, for
+the next number. If even that is too little, the host waits for how many they are."""
+
+
+@dataclass
+class _FilledUp:
+    """A prompt of a size: `run` makes hidden, float32 [S, hidden], of ids, int32 [S]."""
+
+    ids: Tensor
+    filled: FilledUp
+    hidden: Tensor
+    run: Callable[[], None]
+    ran: bool = False
+    graph: torch.cuda.CUDAGraph | None = None
+
+
+class Prefill:
+    """The blocks of a model over many positions at once. Every position takes about 15 bytes * intermediate of memory,
+    of a mixture 4 bytes * (3 * width + hidden) for each of its experts. Weights in float16 take at most so many bytes
+    (None: `zigzag.SCRATCH_BYTES`, or of a mixture of experts about a sixteenth of what all of these take where that is
+    more), which are kept.
+
+    record -- whether short prompts are recorded, whose memory is kept, too
+    """
+
+    def __init__(
+        self,
+        model: CudaModel,
+        cache: CudaKvCache,
+        states: States,
+        kernels: Kernels,
+        most: int | None = None,
+        record: bool = False,
+    ) -> None:
+        self._model, self._cache, self._states, self._kernels = model, cache, states, kernels
+        self._mixers = token_mixers(model, cache, states, kernels)
+        matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
+        matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
+        decoded = max(layer.mlp.decoded for layer in model.layers)
+        if most is None and model.architecture.experts is not None:
+            # Groups of experts are launched one after the other, and short prompts wait for the launches.
+            most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
+        self._scratch = kernels.new_scratch(matrices, model.device, decoded, most)
+        self._longest = cache.filled_up if record else 0
+        self._prompts: dict[tuple[int, int, int], _FilledUp] = {}  # by positions, sequence and room
+        self._memory = (kernels.new_stream(), kernels.new_graph_pool()) if self._longest else None
+
+    def run(self, ids: Tensor, sequence: int) -> Tensor:
+        """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,
+        before the output norm: float32 [S, hidden], which lasts until the next run."""
+        self._states.check(self._cache.lengths, [sequence])
+        self._states.begin_prefill(sequence)
+        size = next((size for size in FILLED_UP if len(ids) <= size <= self._longest), None)
+        if size is None or self._cache.lengths[sequence]:
+            hidden = self._blocks(ids, sequence)
+        else:
+            hidden = self._short(ids, size, sequence)
+        self._cache.advance(len(ids), sequence)
+        self._states.prefilled(sequence, self._cache.lengths[sequence])
+        return hidden
+
+    def _short(self, ids: Tensor, size: int, sequence: int) -> Tensor:
+        for room in self._rooms(size):
+            key = size, sequence, room
+            made = self._prompts.get(key) or self._prompts.setdefault(key, self._filled_up(ids, *key))
+            made.ids[: len(ids)].copy_(ids)
+            made.filled.count.fill_(len(ids))
+            if made.graph is not None:
+                self._kernels.replay(made.graph)
+            elif made.ran and self._memory is not None:
+                made.graph = self._kernels.capture_graph(made.run, *self._memory)  # which runs it, too
+            else:
+                made.run()
+                made.ran = True
+            if not room or not made.filled.missed:
+                return made.hidden[: len(ids)]
+        return self._blocks(ids, sequence)
+
+    def _rooms(self, size: int) -> list[int]:
+        """For how many positions of an expert there is room; 0: nobody asks."""
+        experts = self._model.architecture.experts
+        if experts is None or not any(layer.mlp.has_rooms for layer in self._model.layers):
+            return [0]
+        return [min(size, max(16, -(-times * size * experts.used // experts.count))) for times in _ROOMS]
+
+    def _filled_up(self, ids: Tensor, size: int, sequence: int, room: int) -> _FilledUp:
+        padded, count = ids.new_zeros(size), ids.new_zeros(1)
+        filled = FilledUp(count, room, torch.zeros_like(count, dtype=torch.bool))
+        hidden = torch.empty(size, self._model.architecture.hidden, device=ids.device)
+
+        def run() -> None:
+            filled.missed.zero_()
+            hidden.copy_(self._blocks(padded, sequence, filled))
+
+        return _FilledUp(padded, filled, hidden, run)
+
+    def _blocks(self, ids: Tensor, sequence: int, filled: FilledUp | None = None) -> Tensor:
+        model, kernels, eps = self._model, self._kernels, self._model.architecture.norm_eps
+        x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
+        kernels.embed(model.embedding, ids, x, model.architecture.embedding_scale)
+        update: Product | None = None  # that x still lacks
+        update_norm: Tensor | None = None  # which comes before
+        scalar = 1.0  # which comes behind
+        with sdpa_kernel(BACKENDS):
+            for number, layer in enumerate(model.layers):
+                if layer.basis is not None:
+                    if update is not None:
+                        kernels.add(x, update, update_norm, eps, scalar)
+                    x, update, update_norm = kernels.matmul(layer.basis, x), None, None
+                after_attention, after_mlp = layer.post_norms or (None, None)
+                (attn_norm, attn_bias), (mlp_norm, mlp_bias) = layer.layer_norms or (
+                    (layer.attn_norm, None),
+                    (layer.mlp_norm, None),
+                )
+                normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias, scalar)
+                attn_output = self._attention(number, normed, sequence, filled)
+                update = self._multiply(layer.attention["attn_out"], kernels.to_scaled_fp16(attn_output))
+                normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, after_attention, mlp_bias)
+                update, update_norm, scalar = self._mlp(layer, normed, x, filled), after_mlp, layer.scalar
+        if update is not None:
+            kernels.add(x, update, update_norm, eps, scalar)
+        return x
+
+    def _attention(self, number: int, x: ScaledFp16, sequence: int, filled: FilledUp | None) -> Tensor:
+        """What attn_out takes: float32 [S, columns]."""
+        into = self._model.layers[number].attention["attn_in"]
+        counted = None if filled is None else filled.count
+        prompt = MixerPrompt(self._multiply(into, x), x, self._multiply, sequence, counted)
+        return self._mixers[number].prefill(prompt)
+
+    def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
+        """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
+        output = x if layer.post_norms is None else torch.zeros_like(x)
+        prompt = MlpPrompt(normed, output, layer.activation, self._scratch, filled)
+        update = layer.mlp.prefill(prompt, self._kernels)
+        if layer.post_norms is None:
+            return update
+        self._kernels.add(output, update)
+        return Product(output, torch.ones(len(x), device=x.device), 1.0, None)
+
+    def _multiply(self, site: CudaSite, x: ScaledFp16) -> Product:
+        return self._kernels.multiply(site.matrix, x, self._scratch, site.dense.bias)
