@@ -47,9 +47,8 @@ def test_a_step_that_began_before_its_text_became_long_is_undone(kind: str) -> N
         each.prefill(IDS[: SHORT - 3])
     id = IDS[SHORT - 3]
     for _ in range(8):
-        ours, theirs = (each.decode_next(id, GREEDY) for each in (engine, reference))
-        assert ours == theirs
-        id = ours
+        logits, id = reference.step(id), engine.decode_next(id, GREEDY)
+        assert logits.max() - logits[id] < TOLERANCE["cuda"]  # random weights make near ties
     assert largest_difference(engine.step(id), reference.step(id)) < TOLERANCE["cuda"]
 
 
