@@ -16,7 +16,8 @@ mean squares of each matrix's inputs in our own calibration.
 Tokens a second are of one CPU process: after a prompt every file takes the same tokens of a book, all files in turns.
 Ours are timed where a backend has kernels for them (`Backend.blocks`); the reference backend is not made to be fast.
 
-A row that is done is in FILE at once; rows of other runs that FILE has stay there. The tables are of all of them.
+A row that is done is in FILE at once, and is not made again by the same options while its packed file stays in the
+work folder; rows of other runs that FILE has stay there. The tables are of all of them.
 """
 
 import hashlib
@@ -29,7 +30,7 @@ import tempfile
 import time
 import zipfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -193,6 +194,16 @@ ROWS = (
 )
 
 
+PEER = "llama.cpp "
+"""Before the type that a row of llama.cpp's has."""
+NAMES = (*(row.name for row in ROWS), *(f"{PEER}{type}" for type in TYPES))
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Return where the file of a row lies."""
+    return folder / f"{name.removeprefix(PEER).replace(' ', '')}.gguf"
+
+
 @dataclass(frozen=True)
 class Measured:
     """What a row scores, what a weight of its blocks takes, that of it which can be left unread, and its file."""
@@ -230,18 +241,18 @@ class Remembered:
 
 
 def packed_rows(
-    model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: tuple[str, ...]
+    model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: Collection[str]
 ) -> Iterator[Measured]:
-    """Pack the model each way whose name begins with one of `names`, with its own embedding and output matrix."""
+    """Pack the model each way that `names` has, with its own embedding and output matrix."""
     device = reference.device
     embedding = reference.source.tensor(EMBEDDING)
     output = embedding if reference.source.config.tie_word_embeddings else reference.source.tensor(HEAD)
-    for row in (each for each in ROWS if each.name.startswith(names)):
+    for row in (each for each in ROWS if each.name in names):
         format = format_of(row.format)
         allocation = AllocationOptions(row.sparsity, device=device, dtype="float32")
         request = PackRequest(
             str(model),
-            folder / f"{row.name.replace(' ', '')}.gguf",
+            file_of(folder, row.name),
             format=row.format,
             bits=row.bits,
             calibration=calibration if row.bits or format.fits else None,
@@ -258,15 +269,15 @@ def packed_rows(
 
 
 def llama_cpp_rows(
-    model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: tuple[str, ...]
+    model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: Collection[str]
 ) -> Iterator[Measured]:
-    """Quantise the model to each of llama.cpp's types whose name begins with one of `names`."""
+    """Quantise the model to each of llama.cpp's types that `names` has."""
     from benchmarks.kquants import importance_of, kquant_subjects  # llama-cpp-python, which not every machine has
 
-    types = [type for type in TYPES if f"llama.cpp {type}".startswith(names)]
+    types = [type for type in TYPES if f"{PEER}{type}" in names]
     importance = importance_of(calibration_folder.load(calibration)) if types else {}
     for type, made, subject in kquant_subjects(str(model), types, reference, importance, folder) if types else ():
-        yield Measured(f"llama.cpp {type}", subject, made.bits, 0.0, made.path)
+        yield Measured(f"{PEER}{type}", subject, made.bits, 0.0, made.path)
 
 
 def figures_of(row: Measured, data: Mapping[str, Windows], reference: WindowScorer, documents: int) -> dict[str, Any]:
@@ -357,7 +368,7 @@ def speeds(paths: Mapping[str, Path], ids: Sequence[int], rounds: int, threads: 
 
     runs: dict[str, Callable[[], float]] = {}
     for name, path in paths.items():
-        if name.startswith("llama.cpp"):
+        if name.startswith(PEER):
             runs[name] = theirs(path)
         elif (packed := read_packed(path)).block in BACKENDS["cpu"].blocks:
             runs[name] = ours(Engine(packed, context=CONTEXT, backend="cpu", threads=threads))
@@ -512,18 +523,25 @@ def main(
             error = write_rescaled(str(model), rescaled)
             click.echo(f"{model.name}: rescaled, logits differ by {error:.1e} of their norm")
         if not calibration.exists():
-            options = CalibrateOptions(samples=samples, device=device, dtype="float32")
-            calibrate(str(rescaled), calibration_text, calibration, options)
+            collected = CalibrateOptions(samples=samples, device=device, dtype="float32")
+            calibrate(str(rescaled), calibration_text, calibration, collected)
         reference = open_subject(str(rescaled), None, device, "float32")
         scorer = Remembered(reference.scorer())
         data = {Path(text).name.split(".")[0]: windows_of_half(reference, text, windows) for text in texts}
-        ours = packed_rows(rescaled, calibration, reference, files, names)
-        paths: dict[str, Path] = {}
-        for row in itertools.chain(ours, llama_cpp_rows(rescaled, calibration, reference, files, names)):
-            made = {"model": model.stem, **figures_of(row, data, scorer, documents)}
+        options = {"windows": windows, "samples": samples, "documents": documents, "texts": [*data]}
+        paths = {name: file_of(files, name) for name in NAMES if name.startswith(names)}
+        left = {
+            name
+            for name, path in paths.items()
+            if figures.get((model.stem, name), {}).get("options") != options
+            or not path.exists()
+            or path.stat().st_size != figures[model.stem, name]["file_bytes"]
+        }
+        ours = packed_rows(rescaled, calibration, reference, files, left)
+        for row in itertools.chain(ours, llama_cpp_rows(rescaled, calibration, reference, files, left)):
+            made = {"model": model.stem, "options": options, **figures_of(row, data, scorer, documents)}
             click.echo(table([made]).splitlines()[-1])
             figures[model.stem, row.name] = made
-            paths[row.name] = row.path
             write_figures(json_path, [*figures.values()])
         del scorer  # its hidden states; timing wants the memory
         if rounds:

@@ -133,6 +133,12 @@ def test_a_table_is_printed_of_the_shipped_model(tmp_path: Path) -> None:
     assert q6_k["file_bytes"] > zigzag["file_bytes"]
     assert documents == "0" or 0 <= zigzag["tasks"]["mean"] <= 1
 
+    files = {file: file.stat().st_mtime_ns for file in (tmp_path / "work").glob("*.files/*.gguf")}
+    next(iter(files)).unlink()
+    again = CliRunner().invoke(small_models.main, [str(TINY_MODEL), *chosen, "--json", str(path)])
+    assert again.output.endswith(made.output[made.output.index("\n\n") :])
+    assert sum(file.stat().st_mtime_ns == time for file, time in files.items()) == 1  # the other was made again
+
 
 def test_files_are_timed_where_a_backend_has_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("zigzag-q4_k", "zigzag-q6_k"):
