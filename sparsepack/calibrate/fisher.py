@@ -25,7 +25,7 @@ from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.training import Train
 from sparsepack.errors import ThresholdsError
 from sparsepack.files.tensors import arithmetic
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_MID

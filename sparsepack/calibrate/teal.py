@@ -20,7 +20,7 @@ from sparsepack.calibrate.folder import Calibration
 from sparsepack.calibrate.sequential import Chooser, score, second_half
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.calibrate.uniform import rules_of_criterion
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.models.family import Family
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.blocks import BlockStream

@@ -20,7 +20,7 @@ from sparsepack.eval.protocols import CountingScorer, Done, Logits, TokensRead, 
 from sparsepack.files.tensors import brought
 from sparsepack.formats.orders.slide import dequantised, quantise_rows
 from sparsepack.integration.transformers import double_sparsity
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.models.family import MLP_SITES, Family
 from sparsepack.models.hf_config import multipliers, sliding_windows
 from sparsepack.models.hf_model.found_blocks import open_blocks

@@ -7,8 +7,8 @@ from types import MappingProxyType
 from typing import Any
 
 from sparsepack.models.blocks import Multipliers
-from sparsepack.models.family import DenseMlps, Family
-from sparsepack.models.parts import LATENT_NORMS, NORMS, PROJECTIONS, Experts, RouterNames, SharedExpert
+from sparsepack.models.family import Family
+from sparsepack.models.parts import LATENT_NORMS, NORMS, PROJECTIONS, DenseMlps, Experts, RouterNames, SharedExpert
 
 
 def _multipliers(config: Any) -> Multipliers:

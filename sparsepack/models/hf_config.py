@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import MOST_EXPERTS, Architecture, activations_of
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import MOST_EXPERTS, activations_of
 from sparsepack.models.blocks import (
     DeltaNet,
     ExpertNumbers,

@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
-from sparsepack.models.family import DenseMlps, Family
+from sparsepack.models.family import Family
 from sparsepack.models.llama_cpp import LlamaCpp
-from sparsepack.models.parts import Experts, RouterNames, ShortConvNames
+from sparsepack.models.parts import DenseMlps, Experts, RouterNames, ShortConvNames
 
 
 def _width(config: Any) -> int:

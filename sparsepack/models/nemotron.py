@@ -5,9 +5,9 @@ without a rotary embedding, or an MLP alone, of which many are mixtures, with sq
 from types import MappingProxyType
 from typing import Any
 
-from sparsepack.models.family import DenseMlps, Family
+from sparsepack.models.family import Family
 from sparsepack.models.llama_cpp import GGUF_PARTS, LlamaCpp
-from sparsepack.models.parts import PROJECTIONS, Experts, MambaNames, RouterNames, SharedExpert
+from sparsepack.models.parts import PROJECTIONS, DenseMlps, Experts, MambaNames, RouterNames, SharedExpert
 
 
 def _width(config: Any) -> int:

@@ -266,6 +266,7 @@ PROJECTIONS = MappingProxyType(
         "mlp_mid": ("mlp.down_proj",),
     }
 )
+DENSE_PROJECTIONS = MappingProxyType({site: names for site, names in PROJECTIONS.items() if site.startswith("mlp_")})
 NORMS = MappingProxyType({"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"})
 QK_NORMS = MappingProxyType({**NORMS, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"})
 """The modules of a block in most families, and where each head's queries and keys are normed."""
@@ -282,6 +283,33 @@ POST_NORMS = MappingProxyType(
     {"attn_post_norm": "post_attention_layernorm", "mlp_post_norm": "post_feedforward_layernorm"}
 )
 """Norms where attention and MLP have one behind them, and none before."""
+
+
+@dataclass(frozen=True)
+class DenseMlps:
+    """The blocks of a family with experts whose MLPs are dense.
+
+    key         -- of the configuration: a list that names each block's MLP, these `kind`, or how many of the first
+                   blocks they are in
+    width       -- the field that says how wide they are
+    projections -- site -> their projections
+    """
+
+    key: str
+    width: str = "intermediate_size"
+    projections: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: DENSE_PROJECTIONS)
+    kind: str = "dense"
+
+    def layers(self, config: Any) -> tuple[int, ...]:
+        """The numbers of these blocks."""
+        value = getattr(config, self.key)
+        if isinstance(value, list):
+            return tuple(layer for layer, kind in enumerate(value) if kind == self.kind)
+        return tuple(range(min(value or 0, config.num_hidden_layers)))
+
+    def setting(self, dense: bool) -> Any:
+        """What `key` is in a configuration of one block."""
+        return ["dense" if dense else "sparse"] if self.key.endswith("types") else int(dense)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,8 @@ from models_for_tests import edit_config, make_model
 from safetensors.torch import load_file, save_file
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 FILE = "model.safetensors"

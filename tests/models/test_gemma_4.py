@@ -11,7 +11,8 @@ from passes import by_a_stream, by_the_stock_model
 from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import check_taken

@@ -9,7 +9,8 @@ import pytest
 from models_for_tests import make_model
 
 from sparsepack.errors import CheckpointError
-from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import ShortConv
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.families import FAMILIES

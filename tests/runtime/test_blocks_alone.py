@@ -10,7 +10,8 @@ from backends import TOLERANCE, engine_of, every_backend_that, largest_differenc
 from packed_models import NEMOTRON_H, random_model, stock_logits, stock_model, with_rules
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention, Mamba
 from sparsepack.runtime.backends import ALONE
 

@@ -30,7 +30,8 @@ from sparsepack.formats.packed import (
 from sparsepack.formats.plan import PlannedTensor
 from sparsepack.formats.stock import check_config
 from sparsepack.formats.table import FORMATS
-from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention, DeltaNet, Mamba, ShortConv
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG

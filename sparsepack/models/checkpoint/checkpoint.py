@@ -20,7 +20,8 @@ import torch
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile, read_split_gguf
 from sparsepack.files.stored import Stored, shown, validate
-from sparsepack.models.architecture import Architecture, check_numbers
+from sparsepack.models.architecture import Architecture
+from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import ExpertNumbers
 from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, checked_family, file_config, folder_config

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 
 _ANSWERS: dict[str, Any] = {"find_packed_sequence_indices": None, "is_tracing": False}
 """What functions of transformers' masks give for such texts, whatever they are asked: no row holds several texts, and

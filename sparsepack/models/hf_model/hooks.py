@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from sparsepack.errors import CheckpointError
 from sparsepack.files.tensors import all_finite
-from sparsepack.models.architecture import clamped_swiglu
+from sparsepack.models.activations import clamped_swiglu
 from sparsepack.models.family import MLP_MID, MLP_SITES, Family
 from sparsepack.models.parts import Experts
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.models.blocks import LATENT_EPS, Attention, Latent
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.progress import format_count

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.reference.products import rms_norm
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.blocks.labels import encode_labels, label_numbers, quantise_queries
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.models.sparse_attention import TokenPolicy
 from sparsepack.runtime.kv_cache import AttentionShape, LayerAttention
 from sparsepack.runtime.reference.attention import DenseKvCache, visible, with_sinks

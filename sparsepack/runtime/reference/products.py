@@ -31,7 +31,7 @@ from sparsepack.formats.orders import neuron as codec
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import GateCopy, by_neuron
 from sparsepack.formats.orders.slide import STEPS, Slide, expand, quantise_rows, unpack_positions, windowed
-from sparsepack.models.architecture import clamped_swiglu
+from sparsepack.models.activations import clamped_swiglu
 from sparsepack.models.blocks import CLAMPED_SWIGLU, Router
 
 

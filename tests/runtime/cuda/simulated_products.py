@@ -12,7 +12,7 @@ from torch import Tensor
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders.zigzag import BAND_ROWS
-from sparsepack.models.architecture import clamped_swiglu, soft_capped
+from sparsepack.models.activations import clamped_swiglu, soft_capped
 from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController
 from sparsepack.runtime.cuda.driver.memory import SENTINEL, DividedPlace
 from sparsepack.runtime.cuda.products import zigzag

@@ -11,7 +11,7 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import MatrixFormat
 from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import zigzag
-from sparsepack.models.architecture import soft_capped
+from sparsepack.models.activations import soft_capped
 from sparsepack.runtime.cuda.decoder.step_end import pick_likeliest
 from sparsepack.runtime.cuda.products import rows
 from sparsepack.runtime.cuda.products.rows import blocks, embed, load_rows, matmul, new_candidates, product

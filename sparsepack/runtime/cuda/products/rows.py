@@ -178,7 +178,7 @@ def product(
     x          -- float32 [vectors, columns], contiguous
     y          -- float32 [vectors, rows], contiguous
     norm, eps  -- weight of the RMSNorm, float32 [columns], and what it adds to the mean square
-    cap        -- of y, as `models.architecture.soft_capped` takes it
+    cap        -- of y, as `models.activations.soft_capped` takes it
     candidates -- what `sampling.pick_likeliest` chooses from, as `new_candidates` makes it
 
     The same bits every run; and where x fits in shared memory (on an H100 4096 columns of eight vectors), whatever the
