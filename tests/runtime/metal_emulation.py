@@ -25,6 +25,7 @@ from compiled import kept
 from torch import Tensor
 
 HERE = Path(__file__).parent / "metal" / "emulation"
+STACKS = Path(__file__).parent / "emulation"
 LANES, MOST_THREADS = 32, 1024
 AXES = (
     "threadgroup_position_in_grid",
@@ -224,7 +225,7 @@ def compile_shader(source: str) -> "Library":
 
 @cache
 def _compiled(source: str) -> "Library":
-    library = kept(prepared(source), (version("ziglang"), sys.platform, *_FLAGS), [HERE], _compile)
+    library = kept(prepared(source), (version("ziglang"), sys.platform, *_FLAGS), [HERE, STACKS], _compile)
     compiled = ctypes.CDLL(str(library))
     compiled.emulation_stacks.argtypes, compiled.emulation_stacks.restype = [ctypes.c_void_p], ctypes.c_void_p
     _stacks[:] = [compiled.emulation_stacks(*(_stacks or [None]))]
@@ -246,7 +247,7 @@ def _compile(cpp: Path, library: Path) -> None:
 
 
 def _zig(*arguments: str) -> None:
-    command = [sys.executable, "-m", "ziglang", "c++", *_FLAGS, "-I", str(HERE), *arguments]
+    command = [sys.executable, "-m", "ziglang", "c++", *_FLAGS, f"-I{HERE}", f"-I{STACKS}", *arguments]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise ShaderError(done.stderr)

@@ -48,7 +48,7 @@ def device(
 
 def skip_large(device: torch.device, shape: str) -> None:
     if device.type == "cpu" and shape not in ("odd", "rows of vectors", "one channel"):
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
 
 
 def parameters(shape: str, texts: int, device: torch.device) -> DeltaNetParameters:
@@ -149,9 +149,8 @@ def test_a_prefill_in_pieces_is_the_reference(
     shape: str, biased: bool, pieces: list[int], device: torch.device
 ) -> None:
     skip_large(device, shape)
-    usual = ([2, 1, 5], False) if shape != "one channel" else ([70, 1, 1], True)
-    if device.type == "cpu" and (pieces, biased) != usual:
-        pytest.skip("threads of a GPU are threads of the system here")
+    if device.type == "cpu" and shape != "one channel" and (pieces, biased) != ([2, 1, 5], shape == "odd"):
+        pytest.skip("takes long on a processor")
     of = parameters(shape, 2, device)
     oracle, first = on_cpu(of), 0
     for number, count in enumerate(pieces):
@@ -180,8 +179,8 @@ def test_a_prefill_in_pieces_is_the_reference(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_positions_that_do_not_count_change_no_state(shape: str, counted: int, device: torch.device) -> None:
     skip_large(device, shape)
-    if device.type == "cpu" and (shape, counted) != ("one channel", 65):
-        pytest.skip("threads of a GPU are threads of the system here")
+    if device.type == "cpu" and shape != "one channel":
+        pytest.skip("takes long on a processor")
     of, alone = (parameters(shape, 1, device) for _ in range(2))
     rows, x = (each.to(device) for each in inputs(of, 128, 4))
     ones = torch.ones(128, device=device)

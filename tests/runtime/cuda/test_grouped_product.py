@@ -108,7 +108,7 @@ def test_places_get_the_products_of_their_experts(
     count, rows, columns = SHAPES[shape]
     on_processor = {("odd", 1, 9), ("gate beside up", 2, 40), ("filled up", 4, 9), ("narrow", 2, 300)}
     if device.type == "cpu" and (shape, tile_bands, positions) not in on_processor:
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     gate = rows % 512 == 0 and tile_bands > 1
     stored = random_experts(count, rows, columns)
     each = min(3, count)
@@ -120,7 +120,7 @@ def test_places_get_the_products_of_their_experts(
 @pytest.mark.parametrize(("positions", "counted"), [(70, 0), (70, 21), (33, 33), (200, 1)])
 def test_positions_that_do_not_count_get_zeros(positions: int, counted: int, device: torch.device) -> None:
     if device.type == "cpu" and positions > 100:
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     chosen = torch.randint(4, (positions, 2), generator=torch.Generator().manual_seed(1))
     check(random_experts(4, 300, 40), CONFIGS[2], False, chosen, True, device, counted)
 
@@ -137,7 +137,7 @@ def test_places_are_sorted_by_expert(
     positions: int, each: int, stored: int, part: float | None, device: torch.device
 ) -> None:
     if device.type == "cpu" and (positions > 100 or part == 0):
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     chosen = torch.randint(stored, (positions, each), generator=torch.Generator().manual_seed(2)) // 2
     count = positions if part is None else int(part * positions)
     number = None if part is None else torch.tensor([count], dtype=torch.int32, device=device)
@@ -156,7 +156,7 @@ def test_few_positions_are_multiplied_with_a_matrix_as_it_is_stored(
 ) -> None:
     """Its columns divided between blocks or not, with scales of rows or none."""
     if device.type == "cpu" and (shape, tile_bands, positions) not in {("odd", 4, 17), ("many columns", 2, 1)}:
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     _, rows, columns = (1, 300, 700) if shape == "many columns" else SHAPES[shape]
     stored = random_matrix(rows, columns, seed=3)
     stored = replace(stored, blocks=stored.blocks.cpu())

@@ -71,7 +71,7 @@ def on(product: Product, device: torch.device) -> Product:
 def test_heads_are_put_together(shape: str, rows: int, biased: bool, device: torch.device) -> None:
     of, heads = SHAPES[shape]
     if device.type == "cpu" and heads > 5:
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     BUFFERS.clear()
     q, kv = product(rows, heads * of.query, 1, biased), product(rows, heads * (of.plain + of.value), 5, biased)
     turning, width = normal(rows, of.turning, seed=9), 3 * heads * of.head_dim
@@ -141,7 +141,7 @@ def on_cpu(of: LatentWeights) -> LatentWeights:
 def test_what_latents_are_multiplied_with(shape: str, texts: int, biased: bool, device: torch.device) -> None:
     of, heads = SHAPES[shape]
     if device.type == "cpu" and (heads > 5 or texts > 1):
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     BUFFERS.clear()
     weights = weights_of(of, heads, biased, device)
     q, latents = normal(texts, heads * of.query, seed=1), normal(texts, of.kv_rank, seed=2)

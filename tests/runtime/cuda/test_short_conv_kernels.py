@@ -96,7 +96,7 @@ def test_a_prefill_in_pieces_is_the_reference(
     shape: str, biased: bool, pieces: list[int], device: torch.device
 ) -> None:
     if device.type == "cpu" and (sum(pieces) > 100 or shape == "released"):
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     of = parameters(shape, 2, device)
     oracle, first = on_cpu(of), 0
     for number, count in enumerate(pieces):
@@ -118,7 +118,7 @@ def test_a_prefill_in_pieces_is_the_reference(
 @pytest.mark.parametrize("shape", SHAPES)
 def test_positions_that_do_not_count_are_not_kept(shape: str, counted: int, device: torch.device) -> None:
     if device.type == "cpu" and shape == "released":
-        pytest.skip("threads of a GPU are threads of the system here")
+        pytest.skip("takes long on a processor")
     of, alone = (parameters(shape, 1, device) for _ in range(2))
     rows, ones = rows_of(of, 40, 3).to(device), torch.ones(40, device=device)
     number = torch.tensor([counted], dtype=torch.int32, device=device)

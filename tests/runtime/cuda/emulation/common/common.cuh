@@ -1,19 +1,15 @@
 // In the place of kernels/common/common.cuh: a host compiler makes functions of kernels, which `run` calls once for each
-// thread of a grid. Threads of a block are threads of the system, so barriers and shuffles wait for all of them, and sums
-// over a warp for those of the warp.
+// thread of a grid. Threads of a block are the fibres of `fibres.h`: a barrier lets the block's others run, and what is
+// exchanged within a warp those of the warp.
 
 #pragma once
 
-#include <algorithm>
-#include <barrier>
-#include <chrono>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
-#include <deque>
-#include <thread>
 #include <utility>
-#include <vector>
+
+#include "common/fibres.h"
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -47,75 +43,66 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline uint4 make_uint4(u32 x, u32 y, u32 z, u32 w) { return {x, y, z, w}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
-using std::max;
-using std::min;
+template <typename T>
+inline T max(T a, T b) {
+    return a < b ? b : a;
+}
+template <typename T>
+inline T min(T a, T b) {
+    return b < a ? b : a;
+}
 
-inline thread_local dim3 threadIdx;
+#define threadIdx (dim3{fibres::current, 0, 0})
 inline dim3 blockIdx, blockDim, gridDim;
-inline std::barrier<>* of_block;
-inline std::deque<std::barrier<>> of_warps;
 inline void* dynamic_shared;
-inline float exchanged[1024];
-inline u32 added[1024];
 static constexpr u32 ALL_LANES = 0xffffffff;
 
 inline void wait_for_previous() {}
 inline void launch_dependents() {}
-inline void __syncthreads() { of_block->arrive_and_wait(); }
-inline float __shfl_down_sync(u32, float x, int step) {
-    const int lane = threadIdx.x % 32, from = lane + step < 32 ? threadIdx.x + step : threadIdx.x;
-    exchanged[threadIdx.x] = x;
-    __syncthreads();
-    const float found = exchanged[from];
-    __syncthreads();
-    return found;
-}
+inline void __syncthreads() { fibres::wait(fibres::AT_BARRIER); }
+inline void __syncwarp() { fibres::wait(fibres::AT_WARP); }
 
+// What each lane of a warp has.
+template <typename T>
+inline const T* of_lanes(T x) {
+    static T banks[2][fibres::MOST];  // a lane is at most one call ahead of another one of its warp
+    T* const bank = banks[fibres::turn()];
+    bank[fibres::current] = x;
+    __syncwarp();
+    return bank + fibres::current / 32 * 32;
+}
+inline float __shfl_down_sync(u32, float x, int step) {
+    const int lane = threadIdx.x % 32;
+    return of_lanes(x)[lane + step < 32 ? lane + step : lane];
+}
 inline float warp_sum(float x) {
-    std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
-    exchanged[threadIdx.x] = x;
-    of_warp.arrive_and_wait();
+    const float* const lanes = of_lanes(x);
     float sum = 0;
-    for (int lane = 0; lane < 32; ++lane) sum += exchanged[threadIdx.x / 32 * 32 + lane];
-    of_warp.arrive_and_wait();
+    for (int lane = 0; lane < 32; ++lane) sum += lanes[lane];
     return sum;
 }
 inline u32 __reduce_add_sync(u32, u32 x) {
-    std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
-    added[threadIdx.x] = x;
-    of_warp.arrive_and_wait();
+    const u32* const lanes = of_lanes(x);
     u32 sum = 0;
-    for (int lane = 0; lane < 32; ++lane) sum += added[threadIdx.x / 32 * 32 + lane];
-    of_warp.arrive_and_wait();
+    for (int lane = 0; lane < 32; ++lane) sum += lanes[lane];
     return sum;
-}
-// Of all lanes of a warp, what `from` of each has.
-template <typename T>
-inline T of_lane(T x, int from) {
-    std::barrier<>& of_warp = of_warps[threadIdx.x / 32];
-    memcpy(added + threadIdx.x, &x, sizeof x);
-    of_warp.arrive_and_wait();
-    T found;
-    memcpy(&found, added + threadIdx.x / 32 * 32 + from, sizeof found);
-    of_warp.arrive_and_wait();
-    return found;
 }
 template <typename T>
 inline T __shfl_sync(u32, T x, int from) {
-    return of_lane(x, from);
+    return of_lanes(x)[from];
 }
 template <typename T>
 inline T __shfl_xor_sync(u32, T x, int step) {
-    return of_lane(x, threadIdx.x % 32 ^ step);
+    return of_lanes(x)[threadIdx.x % 32 ^ step];
 }
 inline u32 __match_any_sync(u32, int x) {
+    const int* const lanes = of_lanes(x);
     u32 same = 0;
-    for (int lane = 0; lane < 32; ++lane) same |= (u32)(of_lane(x, lane) == x) << lane;
+    for (int lane = 0; lane < 32; ++lane) same |= (u32)(lanes[lane] == x) << lane;
     return same;
 }
 inline u32 __ballot_sync(u32 lanes, bool is) { return __reduce_add_sync(lanes, (u32)is << threadIdx.x % 32); }
 inline bool __any_sync(u32 lanes, bool is) { return __ballot_sync(lanes, is); }
-inline void __syncwarp() { of_warps[threadIdx.x / 32].arrive_and_wait(); }
 inline int __popc(u32 x) { return __builtin_popcount(x); }
 inline int __ffs(u32 x) { return __builtin_ffs((int)x); }
 inline int kept(int x) { return x; }
@@ -193,22 +180,16 @@ template <typename... T, size_t... N>
 inline void call(void (*kernel)(T...), const u64* arguments, std::index_sequence<N...>) {
     kernel(argument<T>(arguments[N])...);
 }
+// Returns null, or what went wrong.
 template <typename... T>
-inline void run(void (*kernel)(T...), int x, int y, int threads, int shared, const u64* arguments) {
-    std::barrier<> barrier(threads);
-    std::vector<uint4> room((shared + 15) / 16, {~0u, ~0u, ~0u, ~0u});  // what a GPU leaves there is not zero
-    of_warps.clear();
-    for (int warp = 0; warp < threads / 32; ++warp) of_warps.emplace_back(32);
-    of_block = &barrier, dynamic_shared = room.data(), blockDim = {threads, 1, 1}, gridDim = {x, y, 1};
-    for (int block = 0; block < x * y; ++block) {
+inline const char* run(void (*kernel)(T...), int x, int y, int threads, char* shared, u64 seed, const u64* arguments) {
+    static void (*of)(T...);
+    static const u64* values;
+    of = kernel, values = arguments, dynamic_shared = shared, blockDim = {threads, 1, 1}, gridDim = {x, y, 1};
+    const char* wrong = nullptr;
+    for (int block = 0; block < x * y && !wrong; ++block) {
         blockIdx = {block % x, block / x, 0};
-        std::vector<std::thread> started;
-        for (int thread = 0; thread < threads; ++thread) {
-            started.emplace_back([=] {
-                threadIdx = {thread, 0, 0};
-                call(kernel, arguments, std::index_sequence_for<T...>());
-            });
-        }
-        for (std::thread& thread : started) thread.join();
+        wrong = fibres::run([] { call(of, values, std::index_sequence_for<T...>()); }, threads, seed + (u64)block);
     }
+    return wrong;
 }

@@ -2,6 +2,8 @@
 
 #pragma once
 
+#include <chrono>
+
 #include "common/common.cuh"
 
 static constexpr int LAST_NUMBER = 0x7fffffff;
