@@ -196,7 +196,9 @@ ROWS = (
 
 PEER = "llama.cpp "
 """Before the type that a row of llama.cpp's has."""
-NAMES = (*(row.name for row in ROWS), *(f"{PEER}{type}" for type in TYPES))
+FLOAT = "float32"
+"""The row of the rescaled model itself."""
+NAMES = (FLOAT, *(row.name for row in ROWS), *(f"{PEER}{type}" for type in TYPES))
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -454,7 +456,7 @@ def bits_at(curve: Sequence[tuple[float, float]], kl: float) -> float | None:
 def told_of_peers(figures: Sequence[Figure]) -> list[str]:
     """Return for each other row of one model, and each text, a line on how many bits ours read at its KL."""
     lines = []
-    for row in (each for each in figures if not each["row"].startswith("zigzag-q6_p")):
+    for row in (each for each in figures if not each["row"].startswith(("zigzag-q6_p", FLOAT))):
         for text, of_text in row["texts"].items():
             kl, curve = of_text["kl_divergence"]["value"], frontier(figures, text)
             if not curve:
@@ -530,6 +532,8 @@ def main(
         data = {Path(text).name.split(".")[0]: windows_of_half(reference, text, windows) for text in texts}
         options = {"windows": windows, "samples": samples, "documents": documents, "texts": [*data]}
         paths = {name: file_of(files, name) for name in NAMES if name.startswith(names)}
+        if FLOAT in paths:
+            paths[FLOAT] = rescaled / "model.safetensors"
         left = {
             name
             for name, path in paths.items()
@@ -537,8 +541,10 @@ def main(
             or not path.exists()
             or path.stat().st_size != figures[model.stem, name]["file_bytes"]
         }
+        itself = [Measured(FLOAT, reference, 32.0, 0.0, paths[FLOAT])] if FLOAT in left else []
         ours = packed_rows(rescaled, calibration, reference, files, left)
-        for row in itertools.chain(ours, llama_cpp_rows(rescaled, calibration, reference, files, left)):
+        theirs = llama_cpp_rows(rescaled, calibration, reference, files, left)
+        for row in itertools.chain(itself, ours, theirs):
             made = {"model": model.stem, "options": options, **figures_of(row, data, scorer, documents)}
             click.echo(table([made]).splitlines()[-1])
             figures[model.stem, row.name] = made
@@ -546,7 +552,8 @@ def main(
         del scorer  # its hidden states; timing wants the memory
         if rounds:
             ids = next(iter(data.values()))[0][0, : PROMPT + DECODED].tolist()
-            for name, speed in speeds(paths, ids, rounds, threads).items():
+            packed = {name: path for name, path in paths.items() if name != FLOAT}
+            for name, speed in speeds(packed, ids, rounds, threads).items():
                 figures[model.stem, name] = {**figures[model.stem, name], "tokens_per_second": speed}
             write_figures(json_path, [*figures.values()])
         of_model = [each for (name, _), each in figures.items() if name == model.stem]

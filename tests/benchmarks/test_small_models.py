@@ -114,15 +114,17 @@ def test_a_table_is_printed_of_the_shipped_model(tmp_path: Path) -> None:
     text, path = tmp_path / "topics.txt", tmp_path / "figures.json"
     text.write_text(TEXT[:60_000])
     chosen = ["--text", str(text), "--calibration-text", str(text), "--windows", "2", "--samples", "2"]
-    chosen += ["--rows", "zigzag-q4_k --sparsity 0.5", "--rows", "llama.cpp Q6_K", "--work", str(tmp_path / "work")]
+    chosen += ["--rows", "float", "--rows", "zigzag-q4_k --sparsity 0.5", "--rows", "llama.cpp Q6_K"]
+    chosen += ["--work", str(tmp_path / "work")]
     documents = "2" if (SHARED / "tasks").is_dir() else "0"
     chosen += ["--rounds", "0", "--documents", documents]
     made = CliRunner().invoke(small_models.main, [str(TINY_MODEL), *chosen, "--json", str(path)])
     assert made.exit_code == 0, made.output
     *_, table, summary = made.output.rstrip().split("\n\n")
-    assert [line.count("|") for line in table.splitlines()] == [9, 9, 9, 9]
-    assert [line.count("|") for line in summary.splitlines()] == [4, 4, 4, 4]
-    zigzag, q6_k = json.loads(path.read_text())
+    assert [line.count("|") for line in table.splitlines()] == [9, 9, 9, 9, 9]
+    assert [line.count("|") for line in summary.splitlines()] == [4, 4, 4, 4, 4]
+    itself, zigzag, q6_k = json.loads(path.read_text())
+    assert next(iter(itself["texts"].values()))["kl_divergence"]["value"] == 0
     assert "| zigzag-q4_k --sparsity 0.5 | 4.61 | 2." in made.output  # scales of rows that are 192 wide take 0.11
     assert q6_k["bits_stored"] == q6_k["bits_read"] > 6.5
     assert (zigzag["protocol"], q6_k["protocol"]) == ("decode", "dense")
