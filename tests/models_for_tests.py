@@ -324,18 +324,26 @@ def row(name: str) -> Family:
 LLAMA_CPP = [family for family in SMALL if FAMILIES[family].gguf is not None]
 """The families of SMALL that llama.cpp knows."""
 _STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
+_ALL = {"num_experts_per_tok": 8}
 AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
     "cwm": {"sliding_window": 512},
+    **{family: {"head_dim": 64, "global_head_dim": 128} for family in ("gemma4_text", "gemma4_unified_text")},
     "qwen3_5_text": _STATES,
-    "qwen3_5_moe_text": {**_STATES, "num_experts_per_tok": 8},
+    "qwen3_5_moe_text": {**_STATES, **_ALL},
+    "qwen3_next": {**_STATES, **_ALL},
+    "lfm2_moe": _ALL,
+    "nemotron_h": {**_ALL, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]},
+    "deepseek_v2": _ALL,
+    "deepseek_v3": {**_ALL, "n_group": 1, "topk_group": 1},
+    "glm4_moe_lite": _ALL,
     "gpt_oss": {
         "head_dim": 64,
         "rope_parameters": {**EXPERTS["gpt_oss"]["rope_parameters"], "truncate": True},
     },
 }
 """The changes to small models without which llama.cpp refuses them, or computes something else: it knows no windows in
-Llamas, has one number for heads of keys and values in a state, and rounds YaRN's bounds. All experts of a Qwen3.5,
-since of random ones rounding decides which are chosen."""
+Llamas, has one number for heads of keys and values in a state, rounds YaRN's bounds, and takes every MLP of a
+Nemotron-H for a mixture where one is. All experts where of random ones rounding decides which are chosen."""
 ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
 """The families whose residual stream may be written in another basis."""
 

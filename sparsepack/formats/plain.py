@@ -41,7 +41,7 @@ from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import Format, those_with
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.checkpoint.configuration import checked_family
-from sparsepack.models.checkpoint.experts import fused_tensor, part_shapes, part_tensor
+from sparsepack.models.checkpoint.experts import part_shapes
 from sparsepack.models.checkpoint.gguf_config import (
     OWN_CONFIG,
     ROTARY_FACTORS,
@@ -49,10 +49,11 @@ from sparsepack.models.checkpoint.gguf_config import (
     gguf_config,
     gguf_names,
 )
+from sparsepack.models.checkpoint.llama_cpp_parts import shapes_there, tensor_here, tensor_there
 from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
 from sparsepack.models.checkpoint.writer import config_json, tokenizer_config
 from sparsepack.models.families import FAMILIES, family_of
-from sparsepack.models.family import EMBEDDING, HEAD
+from sparsepack.models.family import HEAD
 from sparsepack.models.tokenizer.chat import SPECIAL_TOKENS
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
 from sparsepack.models.tokenizer.tokenizer import gguf_tokenizer
@@ -71,21 +72,21 @@ class PlainArtifact(GgufArtifact):
 
     def stock(self) -> StockModel:
         config = gguf_config(self.file, str(self.path))
-        family = family_of(config.model_type, str(self.path))
-        checked_family(config, str(self.path))
+        family_of(config.model_type, str(self.path))
+        family = checked_family(config, str(self.path))
         names = {theirs: ours for ours, theirs in gguf_names(family, config.num_hidden_layers).items()}
         tensors = LlamaCppTensors.of(family, config)
 
         def part(name: str) -> Tensor:
             """One tensor by its Hugging Face name."""
             if name == HEAD and names[name] not in self.tensors:
-                name = EMBEDDING
+                name = family.embedding
             if names.get(name) not in self.tensors:
                 raise ArtifactError(f"{self.path}: the tensor {name} is missing; pack the model again")
             return tensors.here(name, self.decoded(names[name]))
 
         def tensor(name: str) -> Tensor:
-            return fused_tensor(family, name, part)
+            return tensor_here(family, config, name, part)
 
         return StockModel(config, tensor, gguf_tokenizer(self.file, str(self.path)))
 
@@ -94,10 +95,9 @@ class PlainArtifact(GgufArtifact):
 
     def source(self, name: str, checkpoint: Checkpoint) -> Tensor | None:
         source = gguf_names(checkpoint.family, checkpoint.layers).get(name, "")
-        shapes = checkpoint.source.shapes
-        if source not in (*shapes, HEAD) and source not in part_shapes(checkpoint.family, shapes):
+        if source != HEAD and source not in _shapes(checkpoint):
             return None
-        value = part_tensor(checkpoint.family, source, checkpoint.tensor)
+        value = tensor_there(checkpoint.family, checkpoint.config, source, checkpoint.tensor)
         return LlamaCppTensors.of(checkpoint.family, checkpoint.config).there(source, value)
 
     def programs(self) -> Iterator[Program]:
@@ -179,7 +179,7 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> GgufPl
         notes=tuple(notes),
         at_once=tensors_at_once(request.device),
         source=checkpoint.source.hash,
-        architecture=llama_cpp(checkpoint.family).architecture,
+        architecture=llama_cpp(checkpoint.family).name(checkpoint.architecture.experts is not None),
         values=values | _named(manifest_values(manifest), vocabulary_keys) | own,
     )
 
@@ -282,7 +282,7 @@ def _types(checkpoint: Checkpoint, type: str, notes: list[str]) -> dict[str, str
 
 
 def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Tensor:
-    value = part_tensor(checkpoint.family, source, checkpoint.tensor)
+    value = tensor_there(checkpoint.family, checkpoint.config, source, checkpoint.tensor)
     layout = LlamaCppTensors.of(checkpoint.family, checkpoint.config)
     if len(layout.shape_there(source, tuple(value.shape))) < 3:
         return BLOCKS[kind].encode(layout.there(source, stacked_on(device, [value])))
@@ -291,6 +291,6 @@ def _encoded(checkpoint: Checkpoint, source: str, kind: str, device: str) -> Ten
 
 def _shapes(checkpoint: Checkpoint) -> dict[str, tuple[int, ...]]:
     """The tensors as llama.cpp has them, by the names that `gguf_names` gives: those of experts in parts."""
-    shapes = {**checkpoint.source.shapes, **part_shapes(checkpoint.family, checkpoint.source.shapes)}
+    shapes = shapes_there(checkpoint.family, checkpoint.config, checkpoint.source.shapes)
     layout = LlamaCppTensors.of(checkpoint.family, checkpoint.config)
     return {name: layout.shape_there(name, shape) for name, shape in shapes.items()}

@@ -8,6 +8,7 @@ from typing import Any
 
 from sparsepack.models.blocks import Multipliers
 from sparsepack.models.family import Family
+from sparsepack.models.llama_cpp import EXPERT_PARTS, GGUF_PARTS, LlamaCpp
 from sparsepack.models.parts import LATENT_NORMS, NORMS, PROJECTIONS, DenseMlps, Experts, RouterNames, SharedExpert
 
 
@@ -45,8 +46,31 @@ _PROJECTIONS = {
     "mlp_mid": (_SOFTMAX.parameters[1], *_SHARED_MID),
 }
 _NORMS = {**NORMS, LATENT_NORMS[0]: "self_attn.q_a_layernorm", LATENT_NORMS[1]: "self_attn.kv_a_layernorm"}
+_LLAMA_CPP = LlamaCpp(
+    "deepseek2",
+    parts=MappingProxyType(
+        {
+            **{ours: theirs for ours, theirs in GGUF_PARTS.items() if ours.startswith("ffn_")},
+            **{ours: theirs for ours, theirs in EXPERT_PARTS.items() if "_k" not in ours and "_v" not in ours},
+            "attn_q_a": "self_attn.q_a_proj",
+            "attn_q_a_norm": "self_attn.q_a_layernorm",
+            "attn_q_b": "self_attn.q_b_proj",
+            "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+            "attn_kv_a_norm": "self_attn.kv_a_layernorm",
+            "attn_k_b": "self_attn.k_b_proj",
+            "attn_v_b": "self_attn.v_b_proj",
+            **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+        }
+    ),
+    tensors=MappingProxyType({"exp_probs_b.bias": "mlp.gate.e_score_correction_bias"}),
+    biases=(),
+    transformers=False,
+    parts_of_heads=True,
+    router=("norm", "scale"),
+)
 _V3 = Family(
     "deepseek_v3",
+    _LLAMA_CPP,
     projections=MappingProxyType(_PROJECTIONS),
     norms=MappingProxyType(_NORMS),
     rotary="interleaved",

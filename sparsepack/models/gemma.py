@@ -81,10 +81,22 @@ _GEMMA2 = Family(
 
 _OFFSET = "norms multiply by one more than their weights"
 
+_LLAMA_CPP_4 = replace(
+    _LLAMA_CPP,
+    architecture="gemma4",
+    tensors=MappingProxyType({"layer_output_scale.weight": "layer_scalar"}),
+    keys=MappingProxyType({"final_logit_softcapping": "final_logit_softcapping"}),
+    head_field="",
+    window_every=0,
+    window_pattern=True,
+    untied=True,
+    scale=1.0,
+    transformers=False,
+)
 _GEMMA4 = replace(
     _GEMMA2,
     model_type="gemma4_text",
-    gguf=None,
+    gguf=_LLAMA_CPP_4,
     norms=MappingProxyType({**_GEMMA2.norms, "q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}),
     norm_offset=0.0,
     attention="sdpa",
@@ -111,6 +123,28 @@ _EXPERTS = Experts(
 _IN, _MID = _EXPERTS.parameters
 _GEMMA4_MIXTURE = replace(
     _GEMMA4,
+    gguf=replace(
+        _LLAMA_CPP_4,
+        parts=MappingProxyType(
+            {
+                **_LLAMA_CPP_4.parts,
+                "post_ffw_norm_1": "post_feedforward_layernorm_1",
+                "pre_ffw_norm_2": "pre_feedforward_layernorm_2",
+                "post_ffw_norm_2": "post_feedforward_layernorm_2",
+                "ffn_gate_inp": "router.proj",
+                "ffn_gate_exps": "experts.gate_proj",
+                "ffn_up_exps": "experts.up_proj",
+                "ffn_down_exps": "experts.down_proj",
+            }
+        ),
+        tensors=MappingProxyType(
+            {
+                **_LLAMA_CPP_4.tensors,
+                "ffn_gate_inp.scale": "router.scale",
+                "ffn_down_exps.scale": "router.per_expert_scale",
+            }
+        ),
+    ),
     mixes="",
     experts=_EXPERTS,
     fields=MappingProxyType({**_GEMMA4.fields, "intermediate_size": "moe_intermediate_size"}),

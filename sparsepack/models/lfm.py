@@ -87,7 +87,20 @@ FAMILIES = (
         _DENSE,
         model_type="lfm2_moe",
         rotary_module="pos_emb",
-        gguf=None,
+        gguf=replace(
+            _LLAMA_CPP,
+            architecture="lfm2moe",
+            parts=MappingProxyType(
+                {
+                    **_LLAMA_CPP.parts,
+                    "ffn_gate_inp": "feed_forward.gate",
+                    "ffn_gate_exps": "feed_forward.experts.gate_proj",
+                    "ffn_up_exps": "feed_forward.experts.up_proj",
+                    "ffn_down_exps": "feed_forward.experts.down_proj",
+                }
+            ),
+            tensors=MappingProxyType({"exp_probs_b.bias": "feed_forward.expert_bias"}),
+        ),
         projections=MappingProxyType({**_ATTENTION, "mlp_in": (_IN,), "mlp_mid": (_MID,)}),
         fields=MappingProxyType({**_DENSE.fields, "intermediate_size": "moe_intermediate_size"}),
         only=MappingProxyType({**_DENSE.only, "use_expert_bias": True}),

@@ -56,6 +56,7 @@ class LlamaCpp:
     """What llama.cpp calls models of a family, and what it computes in them.
 
     architecture   -- its name there
+    mixtures       -- that of models with experts, where it is another
     permuted       -- q and k rows have rotary pairs adjacent; Hugging Face keeps the halves apart
     parts          -- name of a part of a block -> module
     tensors        -- name of a tensor of a block -> the tensor, of what is no module's weight or bias
@@ -76,10 +77,15 @@ class LlamaCpp:
                       sqrt(head_dim)
     scalings       -- types of rotary scaling that need factors, as far as it has them there
     normalised     -- it makes the weights of the chosen experts add up to one
+    router         -- what a file may say of weights of experts: "norm" in place of that, "scale"; of others it knows no
+                      scale
+    scale          -- what it multiplies scores by; 0: 1 / sqrt(head_dim)
+    window_pattern -- a file says which layers have a window, and heads of a size of their own
     whole_bounds   -- models have YaRN's ramp between bounds as they are, it between whole numbers
     """
 
     architecture: str
+    mixtures: str = ""
     permuted: bool = False
     parts: Mapping[str, str] = field(default_factory=lambda: GGUF_PARTS)
     tensors: Mapping[str, str] = field(default_factory=dict)
@@ -99,4 +105,11 @@ class LlamaCpp:
     wide: int = 0
     scalings: tuple[str, ...] = ()
     normalised: bool = True
+    router: tuple[str, ...] = ()
+    scale: float = 0.0
+    window_pattern: bool = False
     whole_bounds: bool = False
+
+    def name(self, mixture: bool) -> str:
+        """Its name of a model with experts, or of one without."""
+        return (mixture and self.mixtures) or self.architecture

@@ -51,6 +51,42 @@ FAMILIES = (
     ),
     Family(
         "nemotron_h",
+        LlamaCpp(
+            "nemotron_h",
+            "nemotron_h_moe",
+            parts=MappingProxyType(
+                {
+                    "attn_norm": "norm",
+                    "attn_q": "mixer.q_proj",
+                    "attn_k": "mixer.k_proj",
+                    "attn_v": "mixer.v_proj",
+                    "attn_output": "mixer.o_proj",
+                    "ssm_in": "mixer.in_proj",
+                    "ssm_conv1d": "mixer.conv1d",
+                    "ssm_norm": "mixer.norm",
+                    "ssm_out": "mixer.out_proj",
+                    "ffn_up": "mixer.up_proj",
+                    "ffn_down": "mixer.down_proj",
+                    "ffn_gate_inp": "mixer.gate",
+                    "ffn_up_exps": "mixer.experts.up_proj",
+                    "ffn_down_exps": "mixer.experts.down_proj",
+                    "ffn_up_shexp": "mixer.shared_experts.up_proj",
+                    "ffn_down_shexp": "mixer.shared_experts.down_proj",
+                }
+            ),
+            tensors=MappingProxyType(
+                {
+                    "ssm_a": "mixer.A_log",
+                    "ssm_d": "mixer.D",
+                    "ssm_dt.bias": "mixer.dt_bias",
+                    "exp_probs_b.bias": "mixer.gate.e_score_correction_bias",
+                }
+            ),
+            biases=("attn_output", "ssm_conv1d"),
+            transformers=False,
+            activation="relu2",
+            router=("norm", "scale"),
+        ),
         projections=MappingProxyType(
             {
                 "attn_in": ("mixer.q_proj", "mixer.k_proj", "mixer.v_proj"),

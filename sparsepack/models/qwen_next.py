@@ -66,7 +66,20 @@ FAMILIES = (
     replace(
         _MIXTURE,
         model_type="qwen3_next",
-        gguf=None,
+        gguf=replace(
+            _LLAMA_CPP,
+            architecture="qwen3next",
+            parts=MappingProxyType(
+                {
+                    **{
+                        ours: theirs
+                        for ours, theirs in _parts(SHARED_EXPERT_PARTS).items()
+                        if ours not in ("ssm_beta", "ssm_alpha")
+                    },
+                    "ssm_ba": "linear_attn.in_proj_ba",
+                }
+            ),
+        ),
         delta_net=DeltaNetNames(grouped=True),
         experts=replace(_EXPERTS, normalised="norm_topk_prob", dense={"mlp_only_layers": [], "decoder_sparse_step": 1}),
     ),

@@ -37,6 +37,8 @@ ODD: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 """Of widths that no superblock divides, and an odd number of experts."""
+NARROW = {"odd": 1, "odd, shared": 2, "deepseek_v3": 3, "deepseek_v2": 2, "glm4_moe_lite": 4, "gemma4_text, mixture": 1}
+"""How many kinds of matrices are as narrow, which ggml stores otherwise: downs, those of latents and of wide heads."""
 
 
 @pytest.fixture(scope="module")
@@ -179,23 +181,21 @@ def test_llama_cpp_runs_experts_with_the_same_top_tokens(
 
     checkpoint = known[name]
     states = checkpoint.family.delta_net is not None  # which keep errors
-    for type, most, least in (("f32", 1e-3, 0.98), ("q4_k", 0.1 if states else 0.08, 0.8 if states else 0.9)):
+    for type, most, least in (("f32", 1e-3, 0.98), ("q4_k", 0.12 if states else 0.08, 0.8 if states else 0.9)):
         path = tmp_path / f"{type}.gguf"
         notes = write_plain(checkpoint, path, type=type)
-        # Down is Q5_0, by ggml's rules, and that of a shared expert.
-        assert len(notes) == (type == "q4_k") * ("odd" in name) * (1 + ("shared" in name))
+        assert len(notes) == (type == "q4_k") * NARROW.get(name, 0)
         relative, same, clear = disagreement(*both_logits(path, checkpoint))
         assert relative < most
         assert same >= least
         assert clear >= 0.98
         assert verify(path, checkpoint).passed
     tensors = open_artifact(path).tensors
-    assert {tensors[f"blk.0.{part}.weight"].type for part in ("ffn_gate_exps", "ffn_up_exps")} == {"Q4_K"}
-    assert tensors["blk.0.ffn_down_exps.weight"].type == ("Q5_0" if name in ODD else "Q4_K")
-    if "blk.0.ffn_gate_inp_shexp.weight" in tensors:
-        assert tensors["blk.0.ffn_gate_inp_shexp.weight"].type == "F32"
-        assert tensors["blk.0.ffn_gate_shexp.weight"].type == "Q4_K"
-    assert tensors["blk.0.ffn_gate_inp.weight"].type == "F32"
+    into = [f"blk.1.{part}.weight" for part in ("ffn_gate_exps", "ffn_up_exps", "ffn_gate_shexp", "ffn_up_shexp")]
+    assert {tensors[part].type for part in into if part in tensors} == {"Q4_K"}
+    assert tensors["blk.1.ffn_down_exps.weight"].type == ("Q5_0" if name in ODD else "Q4_K")
+    routers = ["blk.1.ffn_gate_inp.weight", "blk.1.ffn_gate_inp_shexp.weight", "blk.1.exp_probs_b.bias"]
+    assert {tensors[part].type for part in routers if part in tensors} == {"F32"}
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -208,14 +208,49 @@ def test_a_gguf_of_llama_cpps_converter_is_the_same_model(
     foreign = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
     dataclasses.replace(plan, values=foreign).write(tmp_path / "m.gguf")
     found = open_checkpoint(tmp_path / "m.gguf")
-    assert found.family is checkpoint.family
+    assert found.family == (known["deepseek_v3"] if name == "glm4_moe_lite" else checkpoint).family
     assert found.architecture.experts == checkpoint.architecture.experts
     assert found.architecture.blocks == checkpoint.architecture.blocks
     assert set(found.source.shapes) == set(checkpoint.source.shapes) - {"lm_head.weight"} or not checkpoint.tied
     for tensor in found.source.shapes:
-        tolerance = 1e-6 if tensor.endswith("A_log") else 0.0  # of which a file has exponentials
+        # A file has exponentials of the first; norms are folded into the second, which are not in BF16 therefore.
+        tolerance = 1e-6 if tensor.endswith("A_log") else 2**-7 if ".mlp." in tensor and "gemma4" in name else 0.0
         ours, theirs = found.tensor(tensor).float(), checkpoint.tensor(tensor).float()
         assert torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance), tensor
+
+
+def test_blocks_of_a_gguf_that_predict_are_left_out(
+    known: dict[str, Checkpoint], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = make_model(tmp_path / "m", "deepseek_v3", **AS_LLAMA_CPP["deepseek_v3"], num_hidden_layers=4)
+    plan = FORMATS["bf16"].plan(open_checkpoint(folder), PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    foreign = {key: value for key, value in plan.values.items() if key != "sparsepack.config"}
+    forge(plan, values={**foreign, "deepseek2.nextn_predict_layers": u32(1)}).write(tmp_path / "m.gguf")
+    found, expected = open_checkpoint(tmp_path / "m.gguf"), known["deepseek_v3"]
+    assert "what blocks behind the last one predict (blk.*, " in capsys.readouterr().err
+    assert set(found.source.shapes) == set(expected.source.shapes)
+    assert found.architecture.layers == expected.architecture.layers == 3
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("expert_gating_func", u32(1), "expected one of|not understood|the tensor"),
+        ("attention.key_length_mla", u32(8), "its configuration means|not understood"),
+        ("nextn_predict_layers", u32(3), "not understood"),
+        ("block_count", u32(2**32 - 1), "expected a whole number of at most 9,999"),
+    ],
+)
+def test_forged_numbers_of_latents_are_one_line(
+    known: dict[str, Checkpoint], tmp_path: Path, key: str, value: Any, told: str
+) -> None:
+    plan = FORMATS["f32"].plan(known["deepseek_v3"], PlanRequest())
+    assert isinstance(plan, GgufPlan)
+    kept = {name: each for name, each in plan.values.items() if name != "sparsepack.config"}
+    forge(plan, values={**kept, f"deepseek2.{key}": value}).write(tmp_path / "m.gguf")
+    with pytest.raises(CheckpointError, match=told):
+        open_checkpoint(tmp_path / "m.gguf")
 
 
 def test_a_gpt_oss_keeps_the_bounds_of_its_rotary_scaling(checkpoints: dict[str, Checkpoint], tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from sparsepack.models.checkpoint.configuration import Described, checked_family
 from sparsepack.models.checkpoint.converted import found_source
 from sparsepack.models.checkpoint.delta_net import apart_source
 from sparsepack.models.checkpoint.experts import as_experts, experts_source, folded_source, fused_source, ordered_source
+from sparsepack.models.checkpoint.llama_cpp_parts import joined_source
 from sparsepack.models.checkpoint.locate import located
 from sparsepack.models.checkpoint.quantised import quantised_source
 from sparsepack.models.checkpoint.safetensors_source import SafetensorsSource
@@ -365,17 +366,20 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     stored: StoredSource
     if file is not None:
         stored = GgufSource(file, family, config)
+        omitted, left_out = stored.omitted, {"blk.": "what blocks behind the last one predict"}
     else:
         in_files = SafetensorsSource(path, family.decoder, described.part, tuple(family.left_out), family.renamed)
-        for begins, what in family.left_out.items():
-            if count := sum(tensor.startswith(begins) for tensor in in_files.omitted):
-                say(f"{name}: {what} ({begins}*, {count} tensors) is left out: nothing here computes it")
+        omitted, left_out = in_files.omitted, dict(family.left_out)
         stored = quantised_source(in_files, described.quantised, path)
+    for begins, what in left_out.items():
+        if count := sum(tensor.startswith(begins) for tensor in omitted):
+            say(f"{name}: {what} ({begins}*, {count} tensors) is left out: nothing here computes it")
     if hashed:
         stored.hash.begin()
     source: TensorSource
     named = found_source(config, stored, name) if isinstance(family, FoundFamily) else stored
-    ordered = apart_source(named, family, config) if file is None else named
+    apart = apart_source(named, family, config)
+    ordered = joined_source(apart, config) if file is not None and family.latent else apart
     source, config.tie_word_embeddings = resolve_output(ordered, family.embedding, family.head)
     if described.tied not in (None, config.tie_word_embeddings):
         found = "the embedding" if config.tie_word_embeddings else "a matrix of its own"
@@ -384,7 +388,8 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
             f"output matrix is {found}: the tensors count"
         )
     if family.has_row and (experts := _expert_numbers(config, name)) is not None:
-        if file is not None and family.experts is not None and family.experts.biased:
+        of_family = family.experts
+        if file is not None and of_family is not None and (of_family.biased or not of_family.stored):
             source = fused_source(source, family)
         source = experts_source(source, family, experts.count, name)
         source = folded_source(ordered_source(source, family) if file is None else source, family)

@@ -17,12 +17,10 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import check_fields, config_of
+from sparsepack.models.checkpoint.gguf_blocks import block_values, decimal, is_sigmoid, without_predicted
 from sparsepack.models.families import FAMILIES
-from sparsepack.models.family import Family
+from sparsepack.models.family import HEAD, Family
 from sparsepack.models.llama_cpp import LlamaCpp
-from sparsepack.models.parts import DeltaNetNames, Experts, ShortConvNames
-
-_OUTSIDE = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
 
 ROUTER = "ffn_gate_inp"
 """llama.cpp's name of what chooses among experts, which it never quantises."""
@@ -35,7 +33,9 @@ UNQUANTISED = (
     f"{SHARED_GATE}.weight",
     "ssm_alpha.weight",
     "ssm_beta.weight",
+    "ssm_ba.weight",
     "ssm_conv1d.weight",
+    "ssm_norm.weight",
     "shortconv.conv.weight",
 )
 """These matrices of blocks stay in F32."""
@@ -48,7 +48,7 @@ def gguf_names(family: Family, layers: int) -> dict[str, str]:
     """llama.cpp name -> Hugging Face name, of every tensor that a model of the family may have; those of experts
     are the parts that `checkpoint.experts` has."""
     last_norm = "output_norm" if family.gguf is None else family.gguf.last_norm
-    names = {**_OUTSIDE, f"{last_norm}.weight": family.last_norm}
+    names = {"token_embd.weight": family.embedding, "output.weight": HEAD, f"{last_norm}.weight": family.last_norm}
     if family.layer_norms:
         names[f"{last_norm}.bias"] = family.last_norm_bias
     parts = {} if family.gguf is None else family.gguf.parts
@@ -66,14 +66,12 @@ def epsilon_key(family: Family) -> str:
     return f"attention.layer_norm_{'' if family.layer_norms else 'rms_'}epsilon"
 
 
-STATE_INTERVAL = 4
-"""llama.cpp takes one block of so many for one with attention where a file does not say it."""
+LARGEST_FACTOR = 1e29
+"""Channels whose rotary factor is larger do not turn."""
 
 OWN_CONFIG = "sparsepack.config"
 """The config.json that sparsepack puts into the GGUFs it writes."""
 
-# What routers of other kinds have: 1 is the softmax in llama.cpp, and one group is no groups.
-_PLAIN_ROUTER = {"expert_gating_func": 1, "expert_group_count": 1}
 # Llama 3.1's rotary scaling; the factor (8, in Llama 3.2 32) is the largest in the tensor.
 _LLAMA3 = {
     "rope_type": "llama3",
@@ -102,23 +100,10 @@ def gguf_config(file: GgufFile, name: str) -> Any:
                 f"{name}: {OWN_CONFIG} inside is not understood ({shown(error)}); pack it again"
             ) from error
     kind = file.metadata.get("general.architecture")
-    known_as = [(gguf, family) for family in FAMILIES.values() if (gguf := family.gguf) is not None]
-    mixture = f"{kind}.expert_count" in file.metadata
-    of_kind = [of for of in known_as if of[0].architecture == kind and (of[1].experts is not None) == mixture]
-    windows = f"{kind}.attention.sliding_window" in file.metadata
-    of_kind.sort(key=lambda of: bool(of[0].window_every) != windows)  # of those that differ in that alone
-    gguf, family = next(iter(of_kind), (None, None))
-    if gguf is None or family is None:
-        known = sorted({gguf.architecture for gguf, _ in known_as})
-        with_experts = " with experts" * mixture
-        raise CheckpointError(
-            f"{name}: a GGUF of architecture {str(kind)[:60]!r}{with_experts}; expected one of {', '.join(known)}"
-        )
+    gguf, family = _row(file, kind, name)
     try:
         check_fields({"num_hidden_layers": file.metadata[f"{kind}.block_count"]}, f"{name}: ")  # lists are as long
         values = _values(file, f"{kind}.", family, gguf)
-        if family.experts is not None:
-            values |= _expert_values(file, f"{kind}.", family, family.experts, gguf.normalised)
         check_fields({**values, "model_type": family.model_type}, f"{name}: ")
         config = AutoConfig.for_model(family.model_type, **values)
     except CheckpointError:
@@ -129,25 +114,64 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         raise CheckpointError(
             f"{name}: its keys are not understood ({shown(error)}); convert the model again"
         ) from error
-    if "rope_freqs.weight" in file.tensors:
+    if "rope_freqs.weight" in file.tensors and not gguf.window_pattern:
         _take_factors(config, file, name)
     return config
 
 
+def _row(file: GgufFile, kind: Any, name: str) -> tuple[LlamaCpp, Family]:
+    """What llama.cpp calls the models that a GGUF is one of, and their family. Raises `CheckpointError` where there is
+    none."""
+    rows = [row for family in FAMILIES.values() for row in (family, family.mixture) if row is not None]
+    known_as = [(gguf, row) for row in rows if (gguf := row.gguf) is not None]
+    mixture = f"{kind}.expert_count" in file.metadata
+    of_kind = [
+        (gguf, row)
+        for gguf, row in known_as
+        if gguf.name(mixture) == kind and ((row.experts is not None) == mixture or (row.mlp_kinds and not mixture))
+    ]
+    keys = _keys(file, f"{kind}.")
+    windows, sigmoid = "attention.sliding_window" in keys, is_sigmoid(keys)
+
+    def differs(of: tuple[LlamaCpp, Family]) -> tuple[bool, bool]:
+        routing = None if of[1].experts is None else of[1].experts.routing
+        has_windows = bool(of[0].window_every or of[0].window_pattern)
+        return has_windows != windows, (routing is not None and routing.sigmoid) != sigmoid
+
+    if not of_kind:
+        known = sorted({name for gguf, _ in known_as for name in (gguf.name(True), gguf.name(False))})
+        with_experts = " with experts" * mixture
+        raise CheckpointError(
+            f"{name}: a GGUF of architecture {str(kind)[:60]!r}{with_experts}; expected one of {', '.join(known)}"
+        )
+    return min(of_kind, key=differs)  # of those that differ in that alone
+
+
+def _keys(file: GgufFile, prefix: str) -> dict[str, Any]:
+    """A file's keys that begin so, without that."""
+    return {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+
+
 def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict[str, Any]:
-    keys = {key.removeprefix(prefix): value for key, value in file.metadata.items() if key.startswith(prefix)}
+    keys, of_all = without_predicted(_keys(file, prefix)), FAMILIES[family.model_type]
     heads, hidden = keys["attention.head_count"], keys["embedding_length"]
     kv_heads = keys.get("attention.head_count_kv", heads)  # of all blocks, or of each
     tokenizer, embedding = "tokenizer.ggml.", "token_embd.weight"
     # In models with fused matrices a part of each head may turn.
     turns = None if "blk.0.attn_qkv.weight" in file.tensors else keys.get("rope.dimension_count")
     head_dim = keys.get("attention.key_length", turns or hidden // heads)
+    if family.latent:
+        head_dim = keys["rope.dimension_count"]
+    width = keys.get("feed_forward_length")
     if gguf.rope_switch and keys.get("rope.scaling.finetuned") is False:
         raise TypeError("rope.scaling.finetuned = false: no rotary embedding")
     rope = _rope(keys, file, head_dim)
     rope |= {name.rpartition(".")[2]: keys[key] for key, name in gguf.keys.items() if key in keys and "." in name}
     if gguf.whole_bounds and rope["rope_type"] == "yarn":
         rope["truncate"] = False
+    if gguf.window_pattern:
+        turned = (_factors(file, "rope_freqs.weight") < LARGEST_FACTOR).mean()
+        rope |= {"rope_type": "proportional", "partial_rotary_factor": float(turned)}
     if family.local_rotary:
         base = keys.get("rope.freq_base_swa", gguf.local_base or rope["rope_theta"])
         local = {"rope_type": "default", "rope_theta": base}
@@ -155,10 +179,9 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
     return {
         **{name: keys[key] or None for key, name in gguf.keys.items() if key in keys and "." not in name},
         **({gguf.head_field: head_dim} if gguf.head_field else {}),
-        **_state_values(keys, family.delta_net),
-        **_conv_values(keys, family.short_conv),
+        **({of_all.mixes: of_all.mixture is family} if of_all.mixes else {}),
         "hidden_size": hidden,
-        **({"intermediate_size": keys["feed_forward_length"]} if "feed_forward_length" in keys else {}),
+        **({"intermediate_size": width} if type(width) is int else {}),
         "num_hidden_layers": keys["block_count"],
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads if type(kv_heads) is int else max(kv_heads),
@@ -169,48 +192,14 @@ def _values(file: GgufFile, prefix: str, family: Family, gguf: LlamaCpp) -> dict
         "tie_word_embeddings": "output.weight" not in file.tensors,
         family.fields.get("attention_bias", "attention_bias"): "blk.0.attn_q.bias" in file.tensors,
         "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
-        "rope_parameters": rope,
+        **({} if family.rotary == "none" else {"rope_parameters": rope}),
         # where transformers looks first
         **{name: rope[name] for name in ("original_max_position_embeddings",) if rope.get("rope_type") == "longrope"},
         **({"sliding_window": keys.get("attention.sliding_window")} if family.slides else {}),
         "bos_token_id": file.metadata.get(f"{tokenizer}bos_token_id"),
         "eos_token_id": file.metadata.get(f"{tokenizer}eos_token_id"),
         "pad_token_id": file.metadata.get(f"{tokenizer}padding_token_id"),
-    }
-
-
-def _state_values(keys: dict[str, Any], names: DeltaNetNames | None) -> dict[str, Any]:
-    """What a configuration says of blocks that keep a state."""
-    if names is None:
-        return {}
-    head = keys["ssm.state_size"]
-    numbers = keys["ssm.group_count"], keys["ssm.time_step_rank"], head, head, keys["ssm.conv_kernel"]
-    every = keys.get("full_attention_interval", STATE_INTERVAL)
-    kinds = [names.kind if (layer + 1) % every else "full_attention" for layer in range(keys["block_count"])]
-    return {**dict(zip(names.fields, numbers, strict=True)), "layer_types": kinds}
-
-
-def _conv_values(keys: dict[str, Any], names: ShortConvNames | None) -> dict[str, Any]:
-    """What a configuration says of blocks that have a short convolution: those without heads of keys."""
-    if names is None:
-        return {}
-    kinds = ["full_attention" if heads else names.kind for heads in keys["attention.head_count_kv"]]
-    return {names.taps: keys["shortconv.l_cache"], "layer_types": kinds, "block_auto_adjust_ff_dim": False}
-
-
-def _expert_values(file: GgufFile, prefix: str, family: Family, experts: Experts, normalised: bool) -> dict[str, Any]:
-    own = f"{prefix}expert_feed_forward_length"
-    width = file.metadata[own if own in file.metadata else f"{prefix}feed_forward_length"]
-    shared = experts.shared
-    for name, plain in _PLAIN_ROUTER.items():
-        if (value := file.metadata.get(f"{prefix}{name}")) not in (None, 0, plain):
-            raise ValueError(f"{prefix}{name} is {value}, a router of another kind than the softmax of its logits")
-    return {
-        family.fields.get("intermediate_size", "intermediate_size"): width,
-        experts.count: file.metadata[f"{prefix}expert_count"],
-        "num_experts_per_tok": file.metadata[f"{prefix}expert_used_count"],
-        **({experts.normalised: normalised} if experts.normalised else {}),
-        **({} if shared is None else {shared.width: file.metadata[f"{prefix}expert_shared_feed_forward_length"]}),
+        **block_values(keys, file, family, gguf),
     }
 
 
@@ -234,6 +223,9 @@ def _rope(keys: dict[str, Any], file: GgufFile, head_dim: int) -> dict[str, Any]
     if scaling == "yarn" and "rope.scaling.attn_factor" in keys:
         # llama.cpp multiplies it with the usual factor.
         rope["attention_factor"] = keys["rope.scaling.attn_factor"] * (0.1 * math.log(rope["factor"]) + 1)
+    if scaling == "yarn" and "rope.scaling.yarn_log_multiplier" in keys:
+        sharper = 10 * decimal(keys["rope.scaling.yarn_log_multiplier"])
+        rope |= {"mscale": sharper, "mscale_all_dim": sharper}
     if scaling == "yarn":
         rope["original_max_position_embeddings"] = keys["rope.scaling.original_context_length"]
         rope |= {

@@ -297,7 +297,8 @@ def types_alone(path: Path) -> tuple[str, tuple[StoredType, ...]] | None:
     if path.is_file():
         file = read_split_gguf(path)
         kind = str(file.metadata.get("general.architecture"))[:60]
-        if any(family.gguf is not None and family.gguf.architecture == kind for family in FAMILIES.values()):
+        names = [family.gguf for family in FAMILIES.values() if family.gguf is not None]
+        if any(kind in (gguf.architecture, gguf.mixtures) for gguf in names):
             return None
         infos = file.tensors.values()
         return kind, stored_types((each.type, each.shape, each.nbytes, each.type not in PLAIN) for each in infos)

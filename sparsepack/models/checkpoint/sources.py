@@ -1,6 +1,7 @@
 """What a source of a checkpoint's tensors is, sources made of others, and GGUFs as made by llama.cpp's converter."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
@@ -14,6 +15,7 @@ from sparsepack.errors import CheckpointError
 from sparsepack.files.gguf import GgufFile
 from sparsepack.files.hashing import combine_digests
 from sparsepack.files.tensors import all_finite
+from sparsepack.models.checkpoint.gguf_blocks import PREDICTED
 from sparsepack.models.checkpoint.gguf_config import ROTARY_FACTORS, gguf_names
 from sparsepack.models.checkpoint.llama_cpp_tensors import LlamaCppTensors
 from sparsepack.models.checkpoint.source_hash import SourceHash
@@ -159,18 +161,28 @@ def check_finite(path: Path, name: str, value: torch.Tensor) -> torch.Tensor:
 
 
 class GgufSource:
-    """A GGUF, quantised or not: names, orders and shapes are translated back to Hugging Face's."""
+    """A GGUF, quantised or not: names, orders and shapes are translated back to Hugging Face's.
+
+    omitted -- tensors of blocks behind the last one, which predict further tokens
+    """
 
     def __init__(self, file: GgufFile, family: Family, config: Any) -> None:
         self._file, self._tensors = file, LlamaCppTensors.of(family, config)
         self._hash = SourceHash(file.paths, combine_digests if file.others else "".join)  # of one file its own
         self._gguf_name: dict[str, str] = {}
+        self.omitted: list[str] = []
         known = gguf_names(family, config.num_hidden_layers)
+        predicted = file.metadata.get(f"{file.metadata.get('general.architecture')}.{PREDICTED}")
         for name, info in file.tensors.items():
             if name in ROTARY_FACTORS:
                 continue  # derived from the config; transformers computes it again
+            block = re.match(r"blk\.(\d{1,9})\.", name)
+            if predicted and block and int(block[1]) >= config.num_hidden_layers:
+                self.omitted.append(name)
+                continue
             module, _, end = name.rpartition(".")
-            if end in ("scale", "input_scale") and f"{module}.weight" in file.tensors and info.type == "F32":
+            of_weights = end in ("scale", "input_scale") and name not in known
+            if of_weights and f"{module}.weight" in file.tensors and info.type == "F32":
                 continue  # of all weights of an NVFP4 tensor, and of its inputs, which are not rounded here
             if name not in known:
                 raise CheckpointError(f"{file.path}: the tensor {name} is not understood")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from artifacts_for_tests import write_plain
 from forged import forge
-from models_for_tests import AS_LLAMA_CPP, END, LLAMA_CPP, TEXT, UNLIKE, make_model
+from models_for_tests import AS_LLAMA_CPP, END, EXPERTS, LLAMA_CPP, TEXT, UNLIKE, make_model
 from pairwise import each_value
 from plain_model import both_logits, disagreement, load_llama
 
@@ -16,13 +16,11 @@ from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.containers.gguf import u32
 from sparsepack.formats.containers.gguf_writer import GgufPlan
-from sparsepack.formats.llama_cpp import keys
 from sparsepack.formats.open import open_artifact
 from sparsepack.formats.plan import PlanRequest
 from sparsepack.formats.table import FORMATS
 from sparsepack.formats.verify import verify
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import HEAD
 from sparsepack.models.hf_config import architecture_of
 from sparsepack.models.hf_model.model import load_model
@@ -134,6 +132,28 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "convolutions of four, an MLP as wide as it says": (
         "lfm2",
         {"conv_L_cache": 4, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": False},
+    ),
+    "groups of experts, a latent of queries": ("deepseek_v3", {}),
+    "few experts, keys and values of latents alone": ("deepseek_v2", {}),
+    "as many channels of values as it likes": ("glm4_moe_lite", {}),
+    "state-space models and dense MLPs": (
+        "nemotron_h",
+        {"layers_block_type": ["mlp", "linear_attention", "full_attention", "linear_attention", "mlp"], "n_groups": 4},
+    ),
+    "experts of convolutions": ("lfm2_moe", {"conv_L_cache": 4, "num_dense_layers": 0}),
+    "layers without a window first, two bases": (
+        "gemma4_text",
+        {
+            "layer_types": ["full_attention", "sliding_attention", "sliding_attention"],
+            "attention_k_eq_v": False,
+            "num_global_key_value_heads": 4,
+            "tie_word_embeddings": False,
+            "final_logit_softcapping": None,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "proportional", "rope_theta": 5000.0, "partial_rotary_factor": 0.5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 700.0},
+            },
+        },
     ),
     "no rotary embedding": ("granitemoehybrid", {"position_embedding_type": "nope"}),
     "yarn, own scale": (
@@ -267,6 +287,36 @@ def test_odd_widths_fall_back_as_in_llama_quantize(
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "groups of softmaxes": (
+        "deepseek_v2",
+        {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        "4 groups of experts that compete by the best of each: llama.cpp takes the two best",
+    ),
+    "two scales of yarn": (
+        "deepseek_v3",
+        {"rope_parameters": {**EXPERTS["deepseek_v3"]["rope_parameters"], "mscale": 0.5}},
+        "mscale 0.5 and mscale_all_dim 1.0: in deepseek2 models llama.cpp takes both for the same",
+    ),
+    "a latent of queries in a lite model": (
+        "glm4_moe_lite",
+        {"num_hidden_layers": 26, "mlp_layer_types": ["dense"] + ["sparse"] * 25},
+        "a latent of queries: in deepseek2 models of 26 layers llama.cpp knows none",
+    ),
+    "dense blocks behind others": (
+        "glm4_moe_lite",
+        {"mlp_layer_types": ["sparse", "dense", "sparse"]},
+        "dense MLPs in blocks 1: in deepseek2 models llama.cpp has them in the first ones",
+    ),
+    "dense blocks among mixtures": (
+        "nemotron_h",
+        {},
+        "dense MLPs in blocks 3: in nemotron_h_moe models llama.cpp takes every MLP for a mixture",
+    ),
+    "scaled experts": (
+        "lfm2_moe",
+        {"routed_scaling_factor": 1.5},
+        "weights of experts times 1.5: llama.cpp takes 1 in lfm2moe models",
+    ),
     "activation": ("llama", {"hidden_act": "relu"}, "activation 'relu': llama.cpp runs llama models with silu only"),
     "biases": ("qwen3", {"attention_bias": True}, r"blk\.0\.attn_q\.bias: llama.cpp knows no biases in qwen3"),
     "llama3 elsewhere": ("qwen2", CASES["llama3"][1], "'llama3': llama.cpp has it for llama models only, not qwen2"),
@@ -289,10 +339,9 @@ def test_what_llama_cpp_would_run_otherwise_is_refused(tmp_path: Path, case: str
     assert "zigzag-q4_k" in str(caught.value)
 
 
-def test_a_family_without_a_name_in_llama_cpp_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = open_checkpoint(make_model(tmp_path / "model", "qwen2"))
-    monkeypatch.setattr(keys, "FAMILIES", {"qwen2": dataclasses.replace(FAMILIES["qwen2"], gguf=None)})
-    with pytest.raises(PackingError, match=r"qwen2 models have no name in .* pack as zigzag-q4_k"):
+def test_a_family_without_a_name_in_llama_cpp_is_refused(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "model", "vaultgemma"))
+    with pytest.raises(PackingError, match=r"vaultgemma models have no name in .* pack as zigzag-q4_k"):
         FORMATS["q4_k"].check_model(checkpoint)
 
 
