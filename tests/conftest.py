@@ -9,6 +9,9 @@ from itertools import compress
 from pathlib import Path
 from typing import Any
 
+# Read when numpy is imported: threads of its OpenBLAS spin for each other longer than they multiply small matrices.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 import torch
 from hypothesis import settings

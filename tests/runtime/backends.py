@@ -64,11 +64,16 @@ def largest_difference(a: Tensor, b: Tensor) -> float:
     return float((a.cpu() - b.cpu()).abs().max())
 
 
+def skip_lacking(backend: str, packed: PackedModel) -> None:
+    """Skip a test of a model that a backend does not compute."""
+    if lacks(backends.find_backend(backend), EngineOptions(), packed):
+        pytest.skip(f"the {backend} backend does not compute all of this model")
+
+
 def engine_of(packed: PackedModel, backend: str, **options: Any) -> Engine:
     """An engine of a backend where that runs. On GPUs with float32 keys and values: random models are sharp."""
     row = backends.find_backend(backend)
-    if lacks(row, EngineOptions(), packed):
-        pytest.skip(f"the {backend} backend does not compute all of this model")
+    skip_lacking(backend, packed)
     if "f32" in row.cache_types:
         options = {"cache_type": "f32", **options}
     return Engine(packed, backend=backend, **{"device": device_of(row), **options})

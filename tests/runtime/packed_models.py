@@ -33,9 +33,6 @@ from sparsepack.models.hf_config import architecture_of, state_layers
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import build_model, parameter_shapes
 from sparsepack.models.sites import SiteRule, sparsify
-from sparsepack.runtime.backends import find_backend
-from sparsepack.runtime.features import lacks
-from sparsepack.runtime.options import EngineOptions
 
 SMALL = {
     "vocab_size": 300,
@@ -386,12 +383,6 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         },
     },
 }
-
-
-def variants_of(backend: str) -> list[str]:
-    """The variants that a backend computes."""
-    row = find_backend(backend)
-    return [name for name in VARIANTS if not lacks(row, EngineOptions(), random_model(name))]
 
 
 def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> PackedModel:
