@@ -2,6 +2,7 @@
 
 import json
 import pydoc_data.topics
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ _GEMMA_4 = {
     "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
     "pad_token_id": 0,
 }
+INPUTS_OF_EACH_LAYER = "gemma4_text, inputs of each layer"
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
@@ -61,6 +63,17 @@ SMALL: dict[str, dict[str, Any]] = {
         },
     },
     "gemma4_text": {**_GEMMA_4, "hidden_size_per_layer_input": 0},
+    INPUTS_OF_EACH_LAYER: {
+        **_GEMMA_4,
+        "model_type": "gemma4_text",
+        "attention_k_eq_v": False,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "hidden_size_per_layer_input": 32,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+    },
     "gemma4_unified_text": {**_GEMMA_4, "attention_k_eq_v": False},
     "gemma": {"num_key_value_heads": 1, "tie_word_embeddings": True, "head_dim": 64, "pad_token_id": 0},
     "vaultgemma": {
@@ -318,10 +331,12 @@ def row(name: str) -> Family:
     """The row of a family by its name in these tables."""
     changes = (SMALL | EXPERTS)[name]
     family = FAMILIES[changes.get("model_type", name)]
+    if family.shared_kv is not None and changes.get(family.shared_kv.count):
+        return replace(family, gguf=None)  # llama.cpp's part is not of such models
     return family.mixture if changes.get(family.mixes) and family.mixture is not None else family
 
 
-LLAMA_CPP = [family for family in SMALL if FAMILIES[family].gguf is not None]
+LLAMA_CPP = [family for family in SMALL if row(family).gguf is not None]
 """The families of SMALL that llama.cpp knows."""
 _STATES = {"linear_key_head_dim": 64, "linear_value_head_dim": 64}
 _ALL = {"num_experts_per_tok": 8}
@@ -344,7 +359,7 @@ AS_LLAMA_CPP: dict[str, dict[str, Any]] = {
 """The changes to small models without which llama.cpp refuses them, or computes something else: it knows no windows in
 Llamas, has one number for heads of keys and values in a state, rounds YaRN's bounds, and takes every MLP of a
 Nemotron-H for a mixture where one is. All experts where of random ones rounding decides which are chosen."""
-ROTATED = [family for family in SMALL if FAMILIES[family].residual is not None]
+ROTATED = [family for family in SMALL if row(family).residual is not None]
 """The families whose residual stream may be written in another basis."""
 
 WINDOWED: dict[str, dict[str, Any]] = {
@@ -363,7 +378,7 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10},
     **{
         family: {"sliding_window": 10}
-        for family in ("olmo3", "vaultgemma", "cwm", "gemma4_text", "gemma4_unified_text")
+        for family in ("olmo3", "vaultgemma", "cwm", "gemma4_text", "gemma4_unified_text", INPUTS_OF_EACH_LAYER)
     },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
     **{family: {} for family in ("gemma", "hyperclovax", "lfm2", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
@@ -371,13 +386,16 @@ WINDOWED: dict[str, dict[str, Any]] = {
     **{family: {} for family in ("nemotron", "seed_oss", "ministral3")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
-UNLIKE = ("qwen2", "gemma3_text", "gemma4_text", "lfm2", "granite", "phi3", "smollm3", "qwen3_5_text")
+UNLIKE = (
+    *("qwen2", "gemma3_text", "gemma4_text", "lfm2", "granite", "phi3", "smollm3", "qwen3_5_text"),
+    INPUTS_OF_EACH_LAYER,
+)
 """Families that together have windows in some layers, two rotary tables, heads of two sizes, multipliers, matrices in
-one, layers without a rotary embedding, and states."""
+one, layers without a rotary embedding, states, and inputs of each layer with keys and values that others read."""
 EVERY_FAMILY = [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in WINDOWED]
 """Parameters of a test or a fixture: all families, those that are like another among the `long` tests."""
 ONLY_ATTENTION = [
-    each for each in EVERY_FAMILY if (family := FAMILIES[str(each.values[0])]).state is None and not family.global_heads
+    each for each in EVERY_FAMILY if (family := row(str(each.values[0]))).state is None and not family.global_heads
 ]
 """The same of those that have attention in every block, with heads of one size."""
 

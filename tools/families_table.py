@@ -10,6 +10,7 @@ The first, in README, has verbs and engines; the second, in docs/formats.md, wha
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +37,12 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Gemma": ("gemma", {}),
     "Gemma 2": ("gemma2", {}),
     "Gemma 3 (text)": ("gemma3_text", {}),
-    "Gemma 4 (text, dense)": ("gemma4_text", {}),
+    "Gemma 4 (text, dense)": ("gemma4_text", {"hidden_size_per_layer_input": 0}),
+    "Gemma 4 E2B, E4B (text)": ("gemma4_text", {"num_kv_shared_layers": 18, "use_double_wide_mlp": True}),
     "Gemma 4 26B-A4B (text)": (
         "gemma4_text",
         {
+            "hidden_size_per_layer_input": 0,
             "enable_moe_block": True,
             "num_experts": 128,
             "top_k_experts": 8,
@@ -124,8 +127,10 @@ def _cell(able: bool) -> str:
 
 
 def family_of_model(kind: str, changes: Mapping[str, Any]) -> Family:
-    """The row of a model in `MODELS`."""
+    """The row of a model in `MODELS`; of one that llama.cpp's part of the row is not of, without that."""
     family = FAMILIES[kind]
+    if family.shared_kv is not None and changes.get(family.shared_kv.count):
+        family = replace(family, gguf=None)
     return family.mixture if family.mixture is not None and changes.get(family.mixes) else family
 
 

@@ -35,7 +35,11 @@ def parameters(packed: PackedModel) -> int:
     matrices = [packed.embedding] + ([] if packed.architecture.tied else [packed.output])
     bias = 0 if packed.output_norm_bias is None else packed.output_norm_bias.numel()
     count = bias + packed.output_norm.numel() + sum(matrix.weights for matrix in [*matrices, *packed.bases.values()])
+    if (inputs := packed.per_layer) is not None:
+        count += inputs.embedding.weights + inputs.projection.weights + inputs.norm.numel()
     for layer in packed.layers:
+        if (own := layer.per_layer) is not None:
+            count += own.gate.weights + own.out.weights + own.norm.numel()
         count += sum(matrix.weights for matrix in layer.matrices.values())
         count += sum(tensor.numel() for tensor in layer.mlp.always)
         count += sum(norm.numel() for norm in layer.norms.values())
@@ -46,6 +50,7 @@ def parameters(packed: PackedModel) -> int:
 def stored_bytes(packed: PackedModel) -> int:
     """Bytes of all stored tensors, padding rows included, metadata not."""
     embedding = 0 if packed.architecture.tied else packed.embedding.blocks.nbytes
+    embedding += 0 if packed.per_layer is None else packed.per_layer.embedding.blocks.nbytes
     return (
         embedding
         + _always_read(packed)
@@ -55,7 +60,7 @@ def stored_bytes(packed: PackedModel) -> int:
 
 def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = False) -> float:
     """Stored bytes that decoding one token needs: active columns and records, of experts those that it has, the output
-    matrix, one row of the embedding, changes of basis, norms, routers, biases, scales of rows and rules. The KV cache,
+    matrix, one row of each embedding, changes of basis, norms, routers, biases, scales of rows and rules. The KV cache,
     which grows with the text, is left out.
 
     pads_tails -- as `Backend.pads_tails`: tails count as whole bands
@@ -67,13 +72,16 @@ def bytes_per_token(packed: PackedModel, activity: Activity, pads_tails: bool = 
         for number, layer in enumerate(packed.layers)
         for name, matrix in layer.matrices.items()
     )
-    row = packed.embedding.blocks.nbytes / packed.embedding.rows
+    tables = [packed.embedding, *([] if packed.per_layer is None else [packed.per_layer.embedding])]
+    row = sum(table.blocks.nbytes / table.rows for table in tables)
     return blocks + row + _always_read(packed)
 
 
 def _always_read(packed: PackedModel) -> int:
     tensors: list[Tensor | None] = [packed.output.blocks, packed.output_norm, packed.output_norm_bias]
     tensors += [basis.blocks for basis in packed.bases.values()]
+    if packed.per_layer is not None:
+        tensors += [packed.per_layer.projection.blocks, packed.per_layer.norm]
     for layer in packed.layers:
         tensors += [*layer.norms.values(), *layer.always]
         for site in layer.sites.values():

@@ -19,6 +19,7 @@ from sparsepack.models.architecture import Architecture
 from sparsepack.models.blocks import Router
 from sparsepack.models.checkpoint.experts import as_shared
 from sparsepack.models.family import BASIS, Family
+from sparsepack.models.parts import PerLayerNames
 from sparsepack.models.sites import Rules, SiteKey, SiteRule
 from sparsepack.models.sparse_attention import SparseAttention
 
@@ -244,6 +245,56 @@ Mlp = DenseMlp | NeuronMlp | ExpertMlp
 
 
 @dataclass(frozen=True)
+class PackedPerLayer:
+    """What a block adds in the end by an input of its own (`blocks.Block.per_layer`).
+
+    gate, out -- [width, hidden] and [hidden, width], by rows
+    norm      -- float32 [hidden], of what is added
+    """
+
+    gate: PackedMatrix
+    out: PackedMatrix
+    norm: Tensor
+
+    def weights(self, names: PerLayerNames) -> Weights:
+        """The tensors of the stock model's decoder block, decoded when asked for."""
+        return {
+            f"{names.gate}.weight": partial(decode_matrix, self.gate),
+            f"{names.out}.weight": partial(decode_matrix, self.out),
+            f"{names.out_norm}.weight": partial(_same, self.norm),
+        }
+
+
+@dataclass(frozen=True)
+class PackedPerLayerInputs:
+    """Where these inputs come from (`parts.PerLayerNames`).
+
+    embedding  -- [vocabulary, layers * width], by rows
+    projection -- [layers * width, hidden], by rows
+    norm       -- float32 [width], of each layer's part of the product
+    """
+
+    embedding: PackedMatrix
+    projection: PackedMatrix
+    norm: Tensor
+
+    @property
+    def row_scale(self) -> float:
+        """What rows of the table are multiplied by."""
+        return float((len(self.norm) / 2) ** 0.5)
+
+    @property
+    def sum_norm(self) -> Tensor:
+        """The norm, by which its part of the sum has the sum's scale."""
+        scaled: Tensor = self.norm * 0.5**0.5
+        return scaled
+
+    def norm_eps(self, eps: float) -> float:
+        """The epsilon of the norm of a product that is not divided by sqrt(hidden)."""
+        return eps * self.projection.columns
+
+
+@dataclass(frozen=True)
 class PackedLayer:
     """One decoder block: the sites of its attention, the norms that it has (of attn_norm, mlp_norm, attn_post_norm,
     mlp_post_norm, experts_norm, shared_norm, q_norm, k_norm, q_row_norm, k_row_norm, q_a_norm, kv_a_norm) as float32,
@@ -260,6 +311,7 @@ class PackedLayer:
                  [channels, taps], mamba_conv_bias [channels], mamba_a_log, mamba_dt_bias and mamba_skip [heads],
                  mamba_norm [inner]; empty: it has attention, or no mixer
     scalar -- float32 [1], by which all that leaves the block is multiplied; None: it is not
+    per_layer -- what it adds by an input of its own; None: it has none
     """
 
     attention: Mapping[str, PackedSite]
@@ -269,11 +321,14 @@ class PackedLayer:
     sinks: Tensor | None = None
     delta_net: Mapping[str, Tensor] = field(default_factory=dict)
     scalar: Tensor | None = None
+    per_layer: PackedPerLayer | None = None
 
     @property
     def always(self) -> tuple[Tensor, ...]:
         """What every token reads beside the matrices and norms."""
-        return *self.delta_net.values(), *self.mlp.always
+        own = self.per_layer
+        added = () if own is None else (own.gate.blocks, own.out.blocks, own.norm)
+        return *self.delta_net.values(), *self.mlp.always, *added
 
     @property
     def sites(self) -> dict[str, PackedSite | PackedExpertsSite]:
@@ -319,7 +374,10 @@ class PackedLayer:
         vectors = {family.sinks: self.sinks, family.layer_scalar: self.scalar}
         more = {name: partial(_same, value) for name, value in vectors.items() if value is not None}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}
-        return {**norms, **bases, **more, **sites}
+        added: Weights = {}
+        if self.per_layer is not None and family.per_layer is not None:
+            added = self.per_layer.weights(family.per_layer)
+        return {**norms, **bases, **more, **sites, **added}
 
 
 def _of_shared(site: str, matrix: PackedExperts, first: int, number: int, parts: int) -> Tensor:
@@ -345,6 +403,7 @@ class PackedModel:
     special_tokens -- the texts of the tokenizer's, by the names that templates have for them; empty: the file is of a
                      version that kept none
     output_norm_bias -- float32 [hidden], where norms are LayerNorm; None: they are not
+    per_layer     -- where inputs of each layer come from; None: layers have none
     generation    -- how its makers would have tokens chosen, fields of `runtime.options.GenerateOptions`; empty: they
                      do not say, or the likeliest each time
     """
@@ -363,6 +422,7 @@ class PackedModel:
     generation: Mapping[str, float] = field(default_factory=dict)
     attention: SparseAttention | None = None
     output_norm_bias: Tensor | None = None
+    per_layer: PackedPerLayerInputs | None = None
 
     @property
     def scaled_output_norm(self) -> Tensor:

@@ -215,6 +215,10 @@ def dequantised(packed: PackedModel) -> Callable[[str], Tensor]:
     }
     if (bias := packed.output_norm_bias) is not None:
         makers[family.last_norm_bias] = lambda: bias
+    if (inputs := packed.per_layer) is not None and (own := family.per_layer) is not None:
+        matrices = partial(decode_matrix, inputs.embedding), partial(decode_matrix, inputs.projection)
+        for module, maker in zip(own.outside, (*matrices, partial(torch.clone, inputs.norm)), strict=True):
+            makers[f"{family.backbone}.{module}.weight"] = maker
     for index, layer in enumerate(packed.layers):
         prefix = f"model.layers.{index}"
         names = packed.architecture.family(index)

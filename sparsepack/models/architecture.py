@@ -1,6 +1,6 @@
 """The numbers of a model that an engine needs."""
 
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +61,11 @@ class Architecture:
                                  `head_dim` and `kv_heads` are then of what is cached
     dense_layers              -- of a model with experts, the numbers of the layers whose MLPs have none
     dense_intermediate        -- how wide these are
+    kv_sources                -- the layers whose keys and values the last `len(kv_sources)` layers read, which have
+                                 none of their own; empty: all have
+    shared_intermediate       -- how wide the MLPs of these layers are; 0: as those of the others
+    per_layer                 -- channels of an input that each token has for each layer (`blocks.Block.per_layer`); 0:
+                                 it has none
 
     Of a model that multiplies by r what blocks add, `embedding_scale` and `norm_eps` are of a stream that is divided by
     r, which engines have: embedding_multiplier / r and rms_norm_eps / r^2. Every norm of such a stream is the same.
@@ -107,6 +112,9 @@ class Architecture:
     mamba: Mamba | None = None
     mamba_layers: tuple[int, ...] = ()
     mlp_layers: tuple[int, ...] = ()
+    kv_sources: tuple[int, ...] = ()
+    shared_intermediate: int = 0
+    per_layer: int = 0
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -135,16 +143,21 @@ class Architecture:
                 bool(family.sinks),
                 family.qk_norm,
                 self.gated_attention,
-                self.k_eq_v and not window,
+                self.k_eq_v and not window and self.kv_source(layer) is None,
                 family.value_norm,
                 self.latent,
+                self.kv_source(layer),
             )
 
         dense = Mlp(self.dense_intermediate, self.activation, family.gated)
 
+        wide = replace(mlp, width=self.shared_intermediate)
+
         def mlp_of(layer: int) -> Mlp | None:
             if self.mlp_layers and layer not in self.mlp_layers:
                 return None
+            if self.shared_intermediate and self.kv_source(layer) is not None:
+                return wide
             return dense if layer in self.dense_layers else mlp
 
         before, after, scaled, centred, of_experts = (
@@ -154,7 +167,7 @@ class Architecture:
             family.layer_norms,
             EXPERT_NORMS[0] in family.norms,
         )
-        how = before, after, scaled, centred, of_experts
+        how = before, after, scaled, centred, of_experts, self.per_layer
         return tuple(
             Block(mixer(layer, window), mlp_of(layer), *how) for layer, window in enumerate(self.sliding_windows)
         )
@@ -167,9 +180,14 @@ class Architecture:
             return family.dense_block
         return family.mixture if family.mixture is not None and self.experts is not None else family
 
+    def kv_source(self, layer: int) -> int | None:
+        """The layer whose keys and values another reads; None: it has its own."""
+        own = self.layers - len(self.kv_sources)
+        return self.kv_sources[layer - own] if layer >= own else None
+
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """The numbers of the layers that keep keys and values."""
+        """The numbers of the layers that have attention."""
         others = {*self.state_layers, *self.mlp_layers}
         return tuple(layer for layer in range(self.layers) if layer not in others)
 
@@ -189,6 +207,8 @@ class Architecture:
             family = family.state_block
         if layer in self.dense_layers:
             return family.dense_block
+        if self.kv_source(layer) is not None:
+            return family.shared_kv_block
         return family.k_eq_v_block if self.k_eq_v and not self.sliding_windows[layer] else family
 
     def _kind(self, layer: int) -> str:
@@ -261,6 +281,7 @@ class Architecture:
             "conv_layers",
             "mamba_layers",
             "mlp_layers",
+            "kv_sources",
         ):
             lists[name] = tuple(value.get(name, ()))
         if (delta_net := value.get("delta_net")) is not None:

@@ -74,6 +74,7 @@ def check_numbers(architecture: Architecture) -> None:
     if windows != architecture.layers:
         raise ValueError(f"{architecture.layers} layers, {windows} sliding windows")
     _check_heads(architecture)
+    _check_shared(architecture)
 
 
 def _check_heads(architecture: Architecture) -> None:
@@ -92,6 +93,22 @@ def _check_heads(architecture: Architecture) -> None:
             raise ValueError(
                 f"{a.heads} heads, {kv_heads} of keys, {len(inv_freq)} frequencies for heads of {head_dim}"
             )
+
+
+def _check_shared(a: Architecture) -> None:
+    """Raise ValueError where the numbers of layers that read others' keys and values, or of inputs of each layer, could
+    not be a model's."""
+    family, sources = a.row, a.kv_sources
+    own = a.layers - len(sources)
+    if not all(type(layer) is int and 0 <= layer < own for layer in sources) or (sources and family.shared_kv is None):
+        raise ValueError(f"kv_sources {str(sources)[:60]}, expected none or numbers of layers with keys and values")
+    for layer, source in enumerate(sources, own):
+        if a.sliding_windows[layer] != a.sliding_windows[source]:
+            raise ValueError(f"layer {layer} reads keys and values of layer {source}, which has another window")
+    for name, able in (("shared_intermediate", bool(sources)), ("per_layer", family.per_layer is not None)):
+        value = getattr(a, name)
+        if type(value) is not int or not 0 <= value < 2**31 or (value and not able):
+            raise ValueError(f"{name} {str(value)[:60]} in a {a.model_type} model")
 
 
 def _check_experts(architecture: Architecture) -> None:

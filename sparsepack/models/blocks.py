@@ -163,6 +163,8 @@ class Attention:
     k_eq_v   -- values are keys before norm and rotary embedding: attn_in has no rows of them
     value_norm -- whether each head's values are divided by their root mean square
     latent   -- where queries, keys and values come from; None: from attn_in
+    source   -- the earlier layer whose keys and values it reads: attn_in gives queries alone, and nothing is cached;
+                None: it has its own
     """
 
     kv_heads: int
@@ -175,6 +177,7 @@ class Attention:
     k_eq_v: bool = False
     value_norm: bool = False
     latent: Latent | None = None
+    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -301,6 +304,8 @@ class Block:
     norms_after  -- whether the RMSNorm of what they make is added
     scaled       -- whether x is multiplied by a number of the block's in the end
     layer_norms  -- whether norms are LayerNorm in place of RMSNorm: the mean is subtracted first, and a bias added last
+    per_layer    -- channels of an input that each token has for this block: x += norm(projection(activation(gate x) *
+                    input)) comes last (Gemma 4 E2B and E4B); 0: there is none
     norms_of_experts -- whether what the chosen experts make, and what the shared ones make, is RMS-normalised each by
                         itself before the two are added
     """
@@ -312,13 +317,16 @@ class Block:
     scaled: bool = False
     layer_norms: bool = False
     norms_of_experts: bool = False
+    per_layer: int = 0
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms."""
         has = [name for name, part in (("attn", self.mixer), ("mlp", self.mlp)) if part is not None]
         before, after = tuple(f"{name}_norm" for name in has), tuple(f"{name}_post_norm" for name in has)
-        of_attention = {None: (), "heads": ("q_norm", "k_norm"), "rows": ("q_row_norm", "k_row_norm")}
+        keys = isinstance(self.mixer, Attention) and self.mixer.source is None
+        of_heads = ("q_norm", "k_norm")[: 1 + keys]
+        of_attention = {None: (), "heads": of_heads, "rows": ("q_row_norm", "k_row_norm")}
         of_experts = EXPERT_NORMS * self.norms_of_experts
         return before * self.norms_before + after * self.norms_after + of_experts + of_attention[self.qk_norm]
 

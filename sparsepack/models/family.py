@@ -66,6 +66,13 @@ class Family(FamilyFields):
         if self.predicts and more:
             behind = {f"{self.block(layer)}.": self.predicts for layer in range(layers, layers + more)}
             family = replace(family, left_out=MappingProxyType({**self.left_out, **behind}))
+        if self.shared_kv is not None and (sources := self.shared_kv.sources(config)):
+            shared = {
+                f"{self.block(layer)}.self_attn.{name}": "keys and values of a block that reads another's"
+                for layer in range(layers - len(sources), layers)
+                for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
+            }
+            family = replace(family, left_out=MappingProxyType({**family.left_out, **shared}))
         if self.dense_mlps is None:
             return family
         family = replace(family, dense_layers=self.dense_mlps.layers(config))
@@ -140,13 +147,25 @@ class Family(FamilyFields):
         without = self.projections["attn_in"][:-1]
         return replace(self, projections=MappingProxyType({**self.projections, "attn_in": without}))
 
+    @cached_property
+    def shared_kv_block(self) -> "Family":
+        """The names of a block that reads another's keys and values."""
+        queries = self.projections["attn_in"][:1]
+        norms = {name: module for name, module in self.norms.items() if name != "k_norm"}
+        return replace(
+            self,
+            projections=MappingProxyType({**self.projections, "attn_in": queries}),
+            norms=MappingProxyType(norms),
+        )
+
     @property
     def kinds(self) -> tuple["Family", ...]:
         """The names of each kind of block that its models may have."""
         if self.mlp_kinds:
             return tuple(self.of_kinds.values())
         others = () if self.state is None else (self.state_block,)
-        return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()))
+        shared = () if self.shared_kv is None else (self.shared_kv_block,)
+        return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()), *shared)
 
     def covers(self, config: Any) -> bool:
         """Whether a stock configuration of its `model_type` means a model that the row is of."""
@@ -161,6 +180,8 @@ class Family(FamilyFields):
             family = family.state_block
         if layer in family.dense_layers:
             return family.dense_block
+        if self.shared_kv is not None and layer >= config.num_hidden_layers - len(self.shared_kv.sources(config)):
+            return family.shared_kv_block
         if self.k_eq_v and getattr(config, self.k_eq_v) and config.layer_types[layer] == "full_attention":
             return family.k_eq_v_block
         return family
@@ -171,6 +192,8 @@ class Family(FamilyFields):
             return self.mixture.of_block(block)
         if self.mlp_kinds:
             return self.of_kinds[getattr(block, self.block_kind)]
+        if self.shared_kv is not None and not hasattr(block.self_attn, "k_proj"):
+            return self.shared_kv_block
         if self.k_eq_v and block.self_attn.v_proj is None:
             return self.k_eq_v_block
         family = self.state_block if self.state is not None and hasattr(block, self.state.module) else self

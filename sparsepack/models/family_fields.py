@@ -16,7 +16,9 @@ from sparsepack.models.parts import (
     Experts,
     LearnedPositions,
     MambaNames,
+    PerLayerNames,
     ResidualStream,
+    SharedKv,
     ShortConvNames,
 )
 
@@ -81,6 +83,8 @@ class FamilyFields:
                       rotary embedding, so that they have no projection
     value_norm     -- each head's values are divided by their root mean square
     layer_scalar   -- the tensor of a block, one number, by which all that leaves it is multiplied; empty: there is none
+    per_layer      -- an input that each token has for each block; None: no model has one
+    shared_kv      -- the last blocks, as far as they read keys and values of earlier ones; None: all have their own
     predicts       -- what blocks behind the last one are that a checkpoint may have, as many as
                       `num_nextn_predict_layers` says; nothing here computes them. "": there are none
     latent         -- attention has latents (`blocks.Latent`); where queries have none, attn_in has `LATENT_QUERIES`
@@ -137,6 +141,8 @@ class FamilyFields:
     k_eq_v: str = ""
     value_norm: bool = False
     layer_scalar: str = ""
+    per_layer: PerLayerNames | None = None
+    shared_kv: SharedKv | None = None
     predicts: str = ""
     latent: bool = False
     dense_mlps: DenseMlps | None = None

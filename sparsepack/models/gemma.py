@@ -1,7 +1,8 @@
 """Gemma: (1 + w) in norms, GELU, a scaled embedding. Gemma 2 and 3 have norms before and after and windows in most
 layers, 2 soft caps, 3 norms of heads and rotary frequencies of layers with a window. VaultGemma is 2 without norms
 after. In 4 norms multiply by w alone, layers without a window have wider heads and may take keys for values, values
-are normed, and each layer is scaled. A mixture of 4 has a dense MLP beside experts in each block, which here is so many
+are normed, and each layer is scaled. In E2B and E4B each token has an input for each layer, and the last layers read
+keys and values of earlier ones. A mixture of 4 has a dense MLP beside experts in each block, which here is so many
 experts more that every token has, and norms what either makes."""
 
 from dataclasses import replace
@@ -11,7 +12,7 @@ from typing import Any
 from sparsepack.models.blocks import Multipliers
 from sparsepack.models.family import Family
 from sparsepack.models.llama_cpp import GGUF_PARTS, LlamaCpp
-from sparsepack.models.parts import NORMS, PROJECTIONS, Experts, OwnNorms, SharedExpert
+from sparsepack.models.parts import NORMS, PROJECTIONS, Experts, OwnNorms, PerLayerNames, SharedExpert, SharedKv
 
 _CAPS = MappingProxyType(
     {"attn_logit_softcapping": "attn_logit_softcapping", "final_logit_softcapping": "final_logit_softcapping"}
@@ -106,7 +107,8 @@ _GEMMA4 = replace(
     k_eq_v="attention_k_eq_v",
     value_norm=True,
     layer_scalar="layer_scalar",
-    covered=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
+    per_layer=PerLayerNames(),
+    shared_kv=SharedKv(),
     mixes="enable_moe_block",
 )
 
@@ -146,6 +148,9 @@ _GEMMA4_MIXTURE = replace(
         ),
     ),
     mixes="",
+    per_layer=None,
+    shared_kv=None,
+    only=MappingProxyType({"hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0}),
     experts=_EXPERTS,
     fields=MappingProxyType({**_GEMMA4.fields, "intermediate_size": "moe_intermediate_size"}),
     projections=MappingProxyType(
@@ -195,5 +200,5 @@ FAMILIES = (
         multipliers=_multipliers_3,
     ),
     replace(_GEMMA4, mixture=_GEMMA4_MIXTURE),
-    replace(_GEMMA4, model_type="gemma4_unified_text", covered=MappingProxyType({"num_kv_shared_layers": 0}), mixes=""),
+    replace(_GEMMA4, model_type="gemma4_unified_text", mixes="", per_layer=None),
 )

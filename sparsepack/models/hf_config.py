@@ -117,6 +117,9 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         latent=latent(config),
         dense_layers=family_of_config(config).dense_layers,
         dense_intermediate=dense_width(config),
+        kv_sources=kv_sources(config),
+        shared_intermediate=_shared_width(config),
+        per_layer=per_layer_width(config),
     )
 
 
@@ -126,6 +129,33 @@ def latent(config: Any) -> Latent | None:
         return None
     names = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     return Latent(config.q_lora_rank or 0, *(getattr(config, name) for name in names))
+
+
+def kv_sources(config: Any) -> tuple[int, ...]:
+    """The layers whose keys and values the last ones of a stock configuration's model read; empty: all have their
+    own."""
+    shared = FAMILIES[config.model_type].row(config).shared_kv
+    return () if shared is None else shared.sources(config)
+
+
+def _shared_width(config: Any) -> int:
+    """How wide the MLPs of these are; 0: as those of the others."""
+    family = FAMILIES[config.model_type].row(config)
+    wide = family.shared_kv is not None and kv_sources(config) and getattr(config, family.shared_kv.wide, False)
+    return 2 * int(family.setting(config, "intermediate_size")) if wide else 0
+
+
+def per_layer_width(config: Any) -> int:
+    """Channels of an input that each token has for each layer; 0: it has none. Raises `CheckpointError` where some
+    tokens have none."""
+    names = FAMILIES[config.model_type].row(config).per_layer
+    width = 0 if names is None else names.of(config)
+    if names is not None and width and (rows := getattr(config, names.vocabulary)) != config.vocab_size:
+        raise CheckpointError(
+            f"{config.model_type}: {names.vocabulary} is {str(rows)[:60]}; expected the {config.vocab_size} of "
+            "vocab_size"
+        )
+    return width
 
 
 def dense_width(config: Any) -> int:

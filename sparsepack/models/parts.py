@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar
 
+from sparsepack.errors import CheckpointError
+
 
 @dataclass(frozen=True)
 class LearnedPositions:
@@ -186,6 +188,65 @@ class OwnNorms:
     shared: str = "pre_feedforward_layernorm"
     channels: str = "router.scale"
     experts: str = "router.per_expert_scale"
+
+
+@dataclass(frozen=True)
+class PerLayerNames:
+    """An input that each token has for each block (`blocks.Block.per_layer`): p = (norm(projection x / sqrt(hidden)) +
+    sqrt(width) row) / sqrt(2) of its embedding x and its row of a table, block after block.
+
+    width      -- of the configuration: channels for a block; 0 where a model has no such input
+    vocabulary -- the field that says how many rows the table has
+    embedding, projection, norm -- modules of the backbone: the table [vocabulary, layers * width], the projection
+                  [layers * width, hidden], and the norm of each block's part
+    gate, out, out_norm -- modules of a block: [width, hidden], [hidden, width], and the norm of what is added
+    """
+
+    width: str = "hidden_size_per_layer_input"
+    vocabulary: str = "vocab_size_per_layer_input"
+    embedding: str = "embed_tokens_per_layer"
+    projection: str = "per_layer_model_projection"
+    norm: str = "per_layer_projection_norm"
+    gate: str = "per_layer_input_gate"
+    out: str = "per_layer_projection"
+    out_norm: str = "post_per_layer_input_norm"
+
+    @property
+    def outside(self) -> tuple[str, str, str]:
+        """Its modules of the backbone."""
+        return self.embedding, self.projection, self.norm
+
+    def of(self, config: Any) -> int:
+        """Channels of the input for a block in a stock configuration's model; 0: there is none."""
+        return getattr(config, self.width, None) or 0
+
+
+@dataclass(frozen=True)
+class SharedKv:
+    """The last blocks, as far as they read keys and values of earlier ones: each those of the last block of its type
+    that has its own.
+
+    count -- of the configuration: how many these blocks are
+    wide  -- the field that says whether their MLPs are twice as wide
+    """
+
+    count: str = "num_kv_shared_layers"
+    wide: str = "use_double_wide_mlp"
+
+    def sources(self, config: Any) -> tuple[int, ...]:
+        """The blocks whose keys and values the last ones read, in a stock configuration's model.
+
+        Raises `CheckpointError` where there are none for a type.
+        """
+        own = config.num_hidden_layers - (getattr(config, self.count, None) or 0)
+        kinds = config.layer_types
+        last = {kind: number for number, kind in enumerate(kinds[:own])}
+        if missing := {*kinds[own:]} - last.keys():
+            raise CheckpointError(
+                f"{config.model_type}: {self.count} is {str(getattr(config, self.count))[:60]}, and no layer before "
+                f"has keys and values for those of type {min(missing)}"
+            )
+        return tuple(last[kind] for kind in kinds[own:])
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,8 @@ LAYER_NORMS = "norms that subtract the mean"
 HEAD_SIZES = "heads of two sizes"
 VALUE_NORMS = "normed values, or keys in their place"
 LAYER_SCALARS = "scaled layers"
+PER_LAYER = "an input of each layer"
+SHARED_KV = "layers that read keys and values of another"
 NORMED_EXPERTS = "norms of what experts make, and scales of each"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
@@ -76,6 +78,8 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
             isinstance(of.mixer, Attention) and (of.mixer.value_norm or of.mixer.k_eq_v) for of in a.blocks
         ),
         LAYER_SCALARS: lambda a, context: any(block.scaled for block in a.blocks),
+        PER_LAYER: lambda a, context: a.per_layer > 0,
+        SHARED_KV: lambda a, context: bool(a.kv_sources),
         LATENTS: lambda a, context: a.latent is not None,
         ROUTERS: lambda a, context: a.experts is not None and a.experts.router is not None,
         NORMED_EXPERTS: lambda a, context: any(block.norms_of_experts for block in a.blocks),
@@ -112,6 +116,8 @@ class Backend:
     scales_thresholds -- whether it can keep the skipped share at the target (`--hold`)
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
     pads_tails  -- whether it lays out tails of matrices as whole bands, and reads them so
+    latent_width -- of attention by latents, the widest row of these that it keeps in place of keys and values; 0: it
+                   keeps these
     traits      -- of `traits.TRAITS`, those that it computes
     """
 
@@ -132,6 +138,7 @@ class Backend:
     scales_thresholds: bool = False
     selects: bool = True
     pads_tails: bool = False
+    latent_width: int = 0
     traits: frozenset[str] = frozenset()
 
     def divides(self, option: str) -> bool:
@@ -202,6 +209,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 gate_copies=True,
                 scales_thresholds=True,
                 pads_tails=True,
+                latent_width=640,
                 traits=frozenset(TRAITS) - {STATE_SPACES, ALONE},
             ),
             Backend(

@@ -11,6 +11,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.architecture import Architecture
+from sparsepack.models.blocks import Latent
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backends import Backend, backend_for, find_backend
 from sparsepack.runtime.features import check_features, lacks, requested_backend
@@ -119,11 +120,23 @@ def among_all(logits: Tensor, sequences: Collection[int], count: int) -> Tensor:
     )
 
 
+def kept_latents(packed: PackedModel, row: Backend) -> Latent | None:
+    """The latents that a backend keeps in place of keys and values, which its steps read: attn_kv_b is dense, since
+    what is skipped of it would be another part for every cached token, and a row is one that its kernels know. None: it
+    keeps keys and values."""
+    a, sites = packed.architecture, [layer.attention.get("attn_kv_b") for layer in packed.layers]
+    if a.latent is None or a.long_texts is not None:
+        return None
+    width = a.latent.kv_rank + a.latent.turning
+    dense = all(site is not None and site.rule is None for site in sites)
+    return a.latent if width % 2 == 0 and width <= row.latent_width and dense else None
+
+
 def attention_of(packed: PackedModel, context: int, device: torch.device, sequences: int = 1) -> AttentionShape:
     """What a model's cache is made for, on the device that attends."""
     architecture = packed.architecture
     norms = [
-        (packed.layers[n].norms["q_norm"], packed.layers[n].norms["k_norm"])
+        (packed.layers[n].norms["q_norm"], packed.layers[n].norms.get("k_norm"))
         if architecture.blocks[n].qk_norm == "heads"
         else (None, None)
         for n in architecture.attention_layers

@@ -16,7 +16,14 @@ from sparsepack.models.activity import Skipped, bits_read
 from sparsepack.models.sparse_attention import SparseFrom
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backends import Backend, find_backend
-from sparsepack.runtime.decoder import Decoder, LongTextRope, choose_backend, load_backend_module, moving_sequences
+from sparsepack.runtime.decoder import (
+    Decoder,
+    LongTextRope,
+    choose_backend,
+    kept_latents,
+    load_backend_module,
+    moving_sequences,
+)
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.free_memory import cache_bytes, count_sequences, free_bytes
 from sparsepack.runtime.generation.sampling import Sampler
@@ -102,7 +109,7 @@ class Engine:
         if options.sequences is not None:
             return new_decoder(options)
         most = 1 if options.divided_by else row.sequences
-        of_one = cache_bytes(self.architecture, self.context, cache_type)
+        of_one = cache_bytes(self.architecture, self.context, cache_type, kept_latents(self.packed, row))
         sequences = count_sequences(most, of_one, free_bytes(self.device))
         while sequences > 1:
             try:

@@ -114,6 +114,11 @@ def check_divides(packed: PackedModel) -> None:
         raise UserError(
             "vram: models with heads of two sizes are not divided between a GPU and the host yet; leave it out"
         )
+    if packed.architecture.kv_sources or packed.architecture.per_layer:
+        raise UserError(
+            "vram: models with an input of each layer, or layers that read keys and values of another, are not divided "
+            "between a GPU and the host yet; leave it out"
+        )
     if packed.block != "Q4_K" and packed.plane_bits is None:
         raise UserError(f"vram: matrices of {packed.block} are not divided yet; leave it out, or pack as zigzag-q4_k")
 

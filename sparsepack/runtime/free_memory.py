@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import Attention
+from sparsepack.models.blocks import Attention, Latent
 
 SHARE = 0.5
 """Keys and values of several sequences take at most this share of the free memory, unless so many sequences are asked
@@ -25,13 +25,18 @@ for."""
 _BYTES = {"f32": 4, "f16": 2, "bf16": 2}
 
 
-def cache_bytes(architecture: Architecture, context: int, cache_type: str) -> int:
-    """The bytes of a sequence's keys and values, and of its state."""
-    a = architecture
-    mixers = [block.mixer for block in a.blocks]
+def cache_bytes(architecture: Architecture, context: int, cache_type: str, latents: Latent | None = None) -> int:
+    """The bytes of a sequence's keys and values, and of its state. Layers that read another's have none.
+
+    latents -- that a backend keeps in place of keys and values (`decoder.kept_latents`); None: it keeps these
+    """
+    mixers = [block.mixer for block in architecture.blocks]
     state = 4 * sum(of.state_floats for of in mixers if not isinstance(of, Attention | None))
-    kept = sum(of.kv_heads * of.head_dim for of in mixers if isinstance(of, Attention))
-    return 2 * kept * context * _BYTES[cache_type] + state
+    numbers = 0
+    for of in mixers:
+        if isinstance(of, Attention) and of.source is None:
+            numbers += 2 * of.kv_heads * of.head_dim if latents is None else latents.kv_rank + latents.turning
+    return numbers * context * _BYTES[cache_type] + state
 
 
 def free_bytes(device: torch.device) -> int | None:

@@ -37,6 +37,8 @@ class LayerAttention:
                       queries, keys and values alone
     kv_heads, head_dim -- where they are not the shape's; 0: they are
     value_norm     -- whether each head's values are divided by their root mean square
+    source         -- the number of an earlier layer of the shape whose keys and values it reads: caches are given
+                      queries alone, and keep nothing for it; None: it has its own
     k_eq_v         -- whether values are keys as they come. Caches of the cuda backend are given these once, others both
     """
 
@@ -51,6 +53,7 @@ class LayerAttention:
     head_dim: int = 0
     value_norm: bool = False
     k_eq_v: bool = False
+    source: int | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,8 @@ class KvCache(CacheState, Protocol):
     def append(self, layer: int, qkv: Any, sequence: int = 0) -> Any:
         """Norm and rotate queries and keys of the S positions after a sequence's last, and put keys and values behind
         those that are cached. `qkv` holds q, then k, then v: [S, (heads + 2 kv_heads) * head_dim], float32 or what the
-        backend's products give. Returns the queries, as `attend` takes them. Counts nothing: see `advance`."""
+        backend's products give; of a layer that reads another's keys and values q alone. Returns the queries, as
+        `attend` takes them. Counts nothing: see `advance`."""
 
     def attend(self, layer: int, queries: Any, sequence: int = 0, sparse: bool = False) -> Tensor:
         """softmax(q k^T / sqrt(head_dim)) v over the positions that each query sees, those just appended included:
@@ -211,6 +215,7 @@ def attention_shape(
             mixer.head_dim if architecture.global_heads else 0,
             mixer.value_norm,
             mixer.k_eq_v,
+            None if mixer.source is None else architecture.attention_layers.index(mixer.source),
         )
         for (mixer, heavy), (q, k), of_heads in zip(mixers, norms, sinks or (None,) * len(mixers), strict=True)
         if isinstance(mixer, Attention)

@@ -6,18 +6,22 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import VOCABULARY, make_model
+from models_for_tests import INPUTS_OF_EACH_LAYER, VOCABULARY, edit_config, make_model
 from passes import by_a_stream, by_the_stock_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from sparsepack.errors import CheckpointError
+from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
-from sparsepack.models.families import check_taken
 from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.model import load_model
+from sparsepack.runtime.free_memory import cache_bytes
+from sparsepack.runtime.kv_cache import attention_shape
+from sparsepack.runtime.reference.attention import DenseKvCache
 from sparsepack.runtime.reference.products import route
 
 MIXTURE = "gemma4_text, mixture"
@@ -108,28 +112,80 @@ def test_a_dense_mlp_that_is_no_number_of_experts_is_refused(tmp_path: Path) -> 
         open_checkpoint(folder)
 
 
+@pytest.fixture(scope="module")
+def with_inputs(tmp_path_factory: pytest.TempPathFactory) -> Checkpoint:
+    return open_checkpoint(make_model(tmp_path_factory.mktemp("inputs") / "m", INPUTS_OF_EACH_LAYER))
+
+
+def test_last_layers_have_queries_alone_and_wide_mlps(with_inputs: Checkpoint) -> None:
+    a = with_inputs.architecture
+    assert Architecture.from_json(a.to_json()) == a
+    assert [block.mixer.source for block in a.blocks if isinstance(block.mixer, Attention)] == [None, None, 0, 1]
+    assert [block.mlp.width for block in a.blocks if block.mlp is not None] == [512, 512, 1024, 1024]
+    assert [len(with_inputs.projections(layer, "attn_in")) for layer in range(4)] == [3, 3, 1, 1]
+    assert ["k_norm" in block.norms for block in a.blocks] == [True, True, False, False]
+    assert {block.per_layer for block in a.blocks} == {32}
+
+
+def test_keys_and_values_that_others_read_are_cached_once(with_inputs: Checkpoint) -> None:
+    a = with_inputs.architecture
+    own = 2 * (2 * 48 + 2 * 96)
+    assert cache_bytes(a, 100, "f32") == own * 100 * 4
+    cos, sin = (torch.zeros(100, len(a.inv_freq)) for _ in range(2))
+    local = tuple(torch.zeros(100, len(a.local_inv_freq)) for _ in range(2))
+    norms = [(torch.ones(1), torch.ones(1))] * 2 + [(torch.ones(1), None)] * 2
+    cache = DenseKvCache(attention_shape(a, norms, cos, sin, more_tables=[(local[0], local[1])]), "f32", "cpu")
+    stored = {of.data_ptr(): of.nbytes for of in (*cache._keys, *cache._values)}
+    assert sum(stored.values()) == own * 100 * 4
+
+
 @pytest.mark.parametrize(
     "changes",
     [
-        {"hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 512},
-        {
-            "hidden_size_per_layer_input": 16,
-            "vocab_size_per_layer_input": 512,
-            "num_kv_shared_layers": 2,
-            "num_hidden_layers": 4,
-            "layer_types": ["sliding_attention", "full_attention"] * 2,
-            "use_double_wide_mlp": True,
-        },
+        {"kv_sources": (0, 0)},
+        {"kv_sources": (0, 2)},
+        {"kv_sources": (0, True)},
+        {"kv_sources": (), "shared_intermediate": 1024},
+        {"per_layer": -1},
     ],
-    ids=["embeddings of each layer", "shared keys and values, too"],
+    ids=["another window", "one without keys", "no number", "wide without sources", "below 0"],
 )
-def test_what_blocks_are_given_beside_hidden_states_travels_with_these(
-    tmp_path: Path, changes: dict[str, Any], capsys: pytest.CaptureFixture[str]
-) -> None:
-    checkpoint = open_checkpoint(make_model(tmp_path / "m", "gemma4_text", **changes))
-    assert "measured, not run by our engines" in capsys.readouterr().err
-    with pytest.raises(CheckpointError, match=r"whose hidden_size_per_layer_input is not 0 or whose num_kv_shared_"):
-        check_taken("pack", checkpoint.family, "m")
+def test_sources_of_no_model_are_refused(with_inputs: Checkpoint, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"kv_sources|another window|shared_intermediate|per_layer"):
+        check_numbers(dataclasses.replace(with_inputs.architecture, **changes))
+
+
+def test_keys_and_values_that_nothing_reads_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = make_model(tmp_path / "m", INPUTS_OF_EACH_LAYER)
+    tensors = load_file(folder / "model.safetensors")
+    unread = {f"model.layers.3.self_attn.{name}.weight": torch.ones(2, 2) for name in ("k_proj", "v_proj", "k_norm")}
+    save_file({**tensors, **unread}, folder / "model.safetensors", {"format": "pt"})
+    assert not unread.keys() & open_checkpoint(folder).source.shapes.keys()
+    said = capsys.readouterr().err
+    assert "keys and values of a block that reads another's (model.layers.3.self_attn.k_proj.*" in said
+
+
+def test_no_gguf_for_llama_cpp_is_written(with_inputs: Checkpoint) -> None:
+    with pytest.raises(PackingError, match=r"keys and values of another: GGUFs for llama\.cpp of gemma4 models"):
+        FORMATS["q4_k"].check_model(with_inputs)
+
+
+def test_types_without_keys_and_values_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", INPUTS_OF_EACH_LAYER)
+    edit_config(folder, num_kv_shared_layers=3)
+    with pytest.raises(CheckpointError, match="num_kv_shared_layers is 3, and no layer before has keys and values"):
+        open_checkpoint(folder)
+
+
+def test_tables_of_fewer_tokens_are_refused(tmp_path: Path) -> None:
+    folder = make_model(tmp_path / "m", INPUTS_OF_EACH_LAYER, vocab_size_per_layer_input=VOCABULARY // 2)
+    with pytest.raises(CheckpointError, match="vocab_size_per_layer_input is 256; expected the 512 of vocab_size"):
+        _ = open_checkpoint(folder).architecture
+
+
+@pytest.mark.parametrize("changes", [{}, {"num_kv_shared_layers": 0}])
+def test_what_blocks_are_given_beside_hidden_states_travels_with_these(tmp_path: Path, changes: dict[str, Any]) -> None:
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", INPUTS_OF_EACH_LAYER, **changes))
     stock = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32).eval()
     expected, last = by_the_stock_model(stock, stock.model.layers, IDS)
     stream = open_blocks(checkpoint)

@@ -22,6 +22,8 @@ from sparsepack.formats.packed import (
     PackedExpertsSite,
     PackedLayer,
     PackedModel,
+    PackedPerLayer,
+    PackedPerLayerInputs,
     PackedSite,
 )
 from sparsepack.formats.stock import dequantised
@@ -29,7 +31,7 @@ from sparsepack.models.checkpoint.experts import as_experts
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import MLP_SITES
 from sparsepack.models.found import family_of_config
-from sparsepack.models.hf_config import architecture_of, state_layers
+from sparsepack.models.hf_config import architecture_of, per_layer_width, state_layers
 from sparsepack.models.hf_model.hooks import site_hooks
 from sparsepack.models.hf_model.model import build_model, parameter_shapes
 from sparsepack.models.sites import SiteRule, sparsify
@@ -136,6 +138,7 @@ NEMOTRON_H: dict[str, Any] = {
     "routed_scaling_factor": 1.5,
 }
 
+_LOCAL_THEN_ALL = ["sliding_attention", "full_attention"]
 GEMMA_4: dict[str, Any] = {
     "model_type": "gemma4_text",
     "hidden_size_per_layer_input": 0,
@@ -235,6 +238,15 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "gemma4, heads of two sizes": GEMMA_4,
     "gemma4, keys for values": {**GEMMA_4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    "gemma4, inputs of each layer, shared keys and values": {
+        **GEMMA_4,
+        "num_hidden_layers": 5,
+        "layer_types": [*["sliding_attention", "full_attention", "sliding_attention"], *_LOCAL_THEN_ALL],
+        "num_kv_shared_layers": 2,
+        "use_double_wide_mlp": True,
+        "hidden_size_per_layer_input": 14,
+        "vocab_size_per_layer_input": SMALL["vocab_size"],
+    },
     "gemma4, a dense MLP beside experts": {
         **GEMMA_4,
         "attention_k_eq_v": True,
@@ -462,6 +474,21 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         value = weight(name)
         return PackedMatrix(BLOCKS[type].encode(value), MatrixFormat(type), *value.shape)
 
+    has_inputs = per_layer_width(config) > 0
+
+    def per_layer(layer: int) -> PackedPerLayer | None:
+        if family.per_layer is None or not has_inputs:
+            return None
+        prefix, names = f"model.layers.{layer}", family.per_layer
+        gate, out = (by_rows(f"{prefix}.{module}.weight", "F16") for module in (names.gate, names.out))
+        return PackedPerLayer(gate, out, weight(f"{prefix}.{names.out_norm}.weight"))
+
+    def per_layer_inputs() -> PackedPerLayerInputs | None:
+        if family.per_layer is None or not has_inputs:
+            return None
+        table, projection, norm = (f"model.{module}.weight" for module in family.per_layer.outside)
+        return PackedPerLayerInputs(by_rows(table, "F16"), by_rows(projection, "F16"), weight(norm))
+
     def sites_of(layer: int) -> dict[str, PackedSite]:
         names = family.at(config, layer)
         of_experts = MLP_SITES if names.experts is not None else ()
@@ -479,6 +506,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             weight(f"model.layers.{i}.{family.sinks}") if family.sinks else None,
             delta_net(i),
             0.5 + weight(f"model.layers.{i}.{family.layer_scalar}").abs() if family.layer_scalar else None,
+            per_layer(i),
         )
         for i in range(config.num_hidden_layers)
     )
@@ -493,6 +521,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
         config_json=config.to_json_string(),
         tokenizer_json="{}",
         manifest={"kind": str(zigzag_order), "model": {"name": f"random {variant}"}},
+        per_layer=per_layer_inputs(),
     )
     return with_bases(packed, bases)
 
@@ -520,11 +549,13 @@ def layer_of(
     sinks: Tensor | None = None,
     delta_net: Mapping[str, Tensor] = MappingProxyType({}),
     scalar: Tensor | None = None,
+    per_layer: PackedPerLayer | None = None,
 ) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
     attention = _without_mlp(sites)
     mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES if name in sites})
-    return PackedLayer(attention, norms, mlp, sinks=sinks, delta_net=delta_net, scalar=scalar)
+    more = {"sinks": sinks, "delta_net": delta_net, "scalar": scalar, "per_layer": per_layer}
+    return PackedLayer(attention, norms, mlp, **more)  # type: ignore[arg-type]
 
 
 def _without_mlp(sites: Mapping[str, Any]) -> dict[str, Any]:
@@ -535,8 +566,8 @@ def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     """The same block with these sites in place of their namesakes."""
     sites = {**layer.sites, **changed}
     if isinstance(layer.mlp, DenseMlp):
-        made = layer_of(sites, layer.norms, delta_net=layer.delta_net, scalar=layer.scalar)
-        return dataclasses.replace(made, basis=layer.basis)
+        more = {"delta_net": layer.delta_net, "scalar": layer.scalar, "per_layer": layer.per_layer}
+        return dataclasses.replace(layer_of(sites, layer.norms, **more), basis=layer.basis)  # type: ignore[arg-type]
     if isinstance(layer.mlp, ExpertMlp):
         mlp = dataclasses.replace(layer.mlp, sites={name: sites[name] for name in MLP_SITES})
         return dataclasses.replace(layer, attention=_without_mlp(sites), mlp=mlp)

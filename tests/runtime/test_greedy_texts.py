@@ -49,6 +49,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "gemma4, a dense MLP beside experts",
         {"sliding_window": 60, "max_position_embeddings": 300},
     ),
+    "gemma4, inputs of each layer": (
+        "gemma4, inputs of each layer, shared keys and values",
+        {"sliding_window": 60, "max_position_embeddings": 300},
+    ),
     "latents": (
         "llama",
         {"model_type": "glm4_moe_lite", **LATENTS, "max_position_embeddings": 300},

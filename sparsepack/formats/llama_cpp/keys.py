@@ -39,6 +39,11 @@ def architecture_keys(architecture: Architecture, config: Any) -> tuple[dict[str
     family = architecture.row
     runs = llama_cpp(family)
     kind = runs.name(architecture.experts is not None)
+    if architecture.per_layer or architecture.kv_sources:
+        raise PackingError(
+            f"an input of each layer, or layers that read keys and values of another: GGUFs for llama.cpp of {kind} "
+            f"models with these are not written yet; {INSTEAD}"
+        )
     if architecture.activation != runs.activation:
         raise PackingError(
             f"activation {architecture.activation!r}: llama.cpp runs {kind} models with {runs.activation} only; "

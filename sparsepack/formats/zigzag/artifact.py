@@ -30,6 +30,7 @@ from sparsepack.formats.zigzag.reader import (
     TAIL,
     WEIGHT,
     ModelReader,
+    per_layer_sources,
 )
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import HEAD, MLP_SITES
@@ -112,6 +113,8 @@ class ZigzagArtifact(GgufArtifact):
             return checkpoint.tensor(checkpoint.family.last_norm_bias)
         if name in ("token_embd.weight", "output.weight"):
             return checkpoint.tensor(HEAD if name == "output.weight" else checkpoint.family.embedding)
+        if name in (outside := per_layer_sources(checkpoint.family)):
+            return checkpoint.tensor(outside[name])
         block, layer, what, part = (*name.split("."), "", "", "")[:4]
         if block != "blk" or not layer.isdecimal() or int(layer) >= checkpoint.layers:
             return None
@@ -135,6 +138,8 @@ class ZigzagArtifact(GgufArtifact):
         if f"{what}.{part}" == ROUTER_BIAS and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.bias")
         vectors = {SINKS: checkpoint.family.sinks, SCALAR: checkpoint.family.layer_scalar}
+        if source := per_layer_sources(checkpoint.family, int(layer)).get(f"{what}.{part}"):
+            return checkpoint.tensor(source)
         if vector := vectors.get(f"{what}.{part}"):
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{vector}")
         if f"{what}.{part}" == SHARED_GATE and experts is not None and experts.shared is not None:

@@ -37,6 +37,12 @@
                                                            q_norm, k_norm, q_row_norm, k_row_norm,
                                                            attn_post_norm, mlp_post_norm, experts_norm,
                                                            shared_norm
+    blk.I.per_layer_gate.weight    [width, hidden]         Q8_0 or F16, where each token has an input for each block,
+    blk.I.per_layer_out.weight     [hidden, width]         which makes of it what it adds last
+    blk.I.per_layer_norm.weight    [hidden]                F32
+    per_layer_token_embd.weight    [vocabulary, blocks * width]    as token_embd
+    per_layer_model_proj.weight    [blocks * width, hidden]        Q8_0 or F16
+    per_layer_proj_norm.weight     [width]                 F32
     output_norm.weight             [hidden]                F32
     output_norm.bias               [hidden]                F32, where norms are LayerNorm, as blk.I.attn_norm.bias
     output.weight                  [vocabulary, hidden]    as token_embd; absent where the two are tied
@@ -83,6 +89,9 @@ from sparsepack.formats.zigzag.reader import (
     CORRECTION,
     EXPERT_SCALE,
     NUMBERS,
+    PER_LAYER_EMBEDDING,
+    PER_LAYER_NORM,
+    PER_LAYER_PROJECTION,
     ROUTER,
     ROUTER_BIAS,
     ROW_SCALE,
@@ -91,6 +100,7 @@ from sparsepack.formats.zigzag.reader import (
     SINKS,
     TAIL,
     delta_shapes,
+    per_layer_sources,
     site_shapes,
     stored_tensors,
     zigzag_tensors,
@@ -207,11 +217,19 @@ def _groups(
         def encoded() -> Tensor:
             return BLOCKS[kind].encode(stacked_on(device, [checkpoint.tensor(source)]))
 
-        rows = architecture.vocabulary if name in embedding else architecture.hidden
-        return alone(PlannedTensor(name, (rows, architecture.hidden), kind), encoded)
+        rows, columns = checkpoint.shape(source)
+        return alone(PlannedTensor(name, (rows, columns), kind), encoded)
 
     yield matrix("token_embd.weight", checkpoint.family.embedding, embedding["token_embd.weight"])
     of_basis = type_that_fits(BASIS_TYPE, architecture.hidden)
+    per_layer = checkpoint.family.per_layer if architecture.per_layer else None
+    if per_layer is not None:
+        row = architecture.layers * architecture.per_layer
+        sources = per_layer_sources(checkpoint.family)
+        table = type_that_fits(embedding["token_embd.weight"], row)
+        yield matrix(PER_LAYER_EMBEDDING, sources[PER_LAYER_EMBEDDING], table)
+        yield matrix(PER_LAYER_PROJECTION, sources[PER_LAYER_PROJECTION], of_basis)
+        yield _norm(checkpoint, PER_LAYER_NORM, sources[PER_LAYER_NORM])
     for layer in range(checkpoint.layers):
         if layer in checkpoint.bases:
             yield matrix(f"blk.{layer}.{BASIS}", checkpoint.family.basis(layer), of_basis)
@@ -224,6 +242,12 @@ def _groups(
                 yield _in_f32(checkpoint, f"blk.{layer}.{stored}", f"{checkpoint.family.block(layer)}.{source}")
         yield from _planned_delta_net(checkpoint, architecture, layer)
         yield from block(architecture, layer)
+        if per_layer is not None:
+            sources = {f"blk.{layer}.{name}": of for name, of in per_layer_sources(checkpoint.family, layer).items()}
+            (gate, out, norm), of_out = sources, type_that_fits(BASIS_TYPE, architecture.per_layer)
+            yield matrix(gate, sources[gate], of_basis)
+            yield matrix(out, sources[out], of_out)
+            yield _norm(checkpoint, norm, sources[norm])
     yield _norm(checkpoint, "output_norm.weight", checkpoint.family.last_norm)
     if checkpoint.family.layer_norms:
         yield _in_f32(checkpoint, "output_norm.bias", checkpoint.family.last_norm_bias)

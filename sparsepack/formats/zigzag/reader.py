@@ -25,6 +25,8 @@ from sparsepack.formats.packed import (
     PackedExpertsSite,
     PackedLayer,
     PackedModel,
+    PackedPerLayer,
+    PackedPerLayerInputs,
     PackedSite,
 )
 from sparsepack.formats.plan import PlannedTensor
@@ -35,7 +37,7 @@ from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention, DeltaNet, Mamba, ShortConv
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
-from sparsepack.models.family import MLP_MID, MLP_SITES
+from sparsepack.models.family import MLP_MID, MLP_SITES, Family
 from sparsepack.models.sites import SiteRule
 from sparsepack.models.tokenizer.chat import CHAT_TEMPLATE, SPECIAL_TOKENS, TOOL_USE, read_special_tokens
 from sparsepack.models.tokenizer.gguf_tokenizer import OWN_TOKENIZER
@@ -63,6 +65,14 @@ SINKS = "attn_sinks.weight"
 SCALAR = "layer_scalar.weight"
 """The name of what all that leaves a block is multiplied by."""
 
+PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION, PER_LAYER_NORM = (
+    f"per_layer_{name}.weight" for name in ("token_embd", "model_proj", "proj_norm")
+)
+"""The names of what makes the inputs that each token has for each block."""
+
+PER_LAYER_GATE, PER_LAYER_OUT, PER_LAYER_OUT_NORM = (f"per_layer_{name}.weight" for name in ("gate", "out", "norm"))
+"""The names of what makes of such an input what a block adds, after the block's own."""
+
 NUMBERS = "sparsepack.architecture"
 
 BASIS = "basis.weight"
@@ -89,7 +99,8 @@ def site_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[tuple
         into, inner = mixer.latent.into(architecture.heads), architecture.heads * mixer.latent.value
     else:
         inner, keys = architecture.heads * mixer.head_dim, mixer.kv_heads * mixer.head_dim
-        into = (inner * (1 + mixer.gated), *((keys,) if mixer.k_eq_v else (keys, keys)))
+        own = () if mixer.source is not None else (keys,) if mixer.k_eq_v else (keys, keys)
+        into = (inner * (1 + mixer.gated), *own)
     apart: dict[str, tuple[tuple[int, ...], int]] = {
         "attn_in": (into, architecture.hidden),
         "attn_out": ((architecture.hidden,), inner),
@@ -162,6 +173,22 @@ def delta_shapes(architecture: Architecture, layer: int) -> dict[str, tuple[int,
     }
 
 
+def per_layer_sources(family: Family, layer: int | None = None) -> dict[str, str]:
+    """For each tensor by which each block has an input of its own, or by which a block makes something of that, the
+    checkpoint's tensor; empty in families without."""
+    names = family.per_layer
+    if names is None:
+        return {}
+    prefix = family.backbone if layer is None else family.block(layer)
+    if layer is None:
+        stored = (PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION, PER_LAYER_NORM)
+        modules = (names.embedding, names.projection, names.norm)
+    else:
+        stored = (PER_LAYER_GATE, PER_LAYER_OUT, PER_LAYER_OUT_NORM)
+        modules = (names.gate, names.out, names.out_norm)
+    return {name: f"{prefix}.{module}.weight" for name, module in zip(stored, modules, strict=True)}
+
+
 def norm_widths(architecture: Architecture, layer: int) -> dict[str, int]:
     """For each norm of a block, the number of channels that the norm scales."""
     mixer, heads = architecture.blocks[layer].mixer, dict[str, int]()
@@ -200,6 +227,7 @@ class ModelReader:
         output_norm = self.vector("output_norm.weight", architecture.hidden)
         centred = architecture.blocks[-1].layer_norms
         output_norm_bias = self.vector("output_norm.bias", architecture.hidden) if centred else None
+        per_layer = self.per_layer_inputs()
         if self.left:
             raise self.wrong(f"the tensor {min(self.left)} is not understood ({len(self.left)} such tensors)")
         return PackedModel(
@@ -217,6 +245,7 @@ class ModelReader:
             special_tokens=self._special_tokens(),
             generation=self._generation(),
             attention=sparse_attention_of(self.manifest, architecture, self.file.path),
+            per_layer=per_layer,
         )
 
     def layer(self, layer: int) -> PackedLayer:
@@ -227,7 +256,26 @@ class ModelReader:
         sinks = isinstance(mixer, Attention) and mixer.sinks
         of_heads = self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads) if sinks else None
         scalar = self.vector(f"blk.{layer}.{SCALAR}", 1) if self.architecture.blocks[layer].scaled else None
-        return PackedLayer(*parts, of_heads, self.delta_net(layer), scalar)
+        return PackedLayer(*parts, of_heads, self.delta_net(layer), scalar, self.per_layer(layer))
+
+    def per_layer(self, layer: int) -> PackedPerLayer | None:
+        """What a block adds by an input of its own; None: it has none."""
+        width, hidden = self.architecture.per_layer, self.architecture.hidden
+        if not width:
+            return None
+        gate = self.rows_matrix(f"blk.{layer}.{PER_LAYER_GATE}", _MATRIX_TYPES, (width, hidden))
+        out = self.rows_matrix(f"blk.{layer}.{PER_LAYER_OUT}", _MATRIX_TYPES, (hidden, width))
+        return PackedPerLayer(gate, out, self.vector(f"blk.{layer}.{PER_LAYER_OUT_NORM}", hidden))
+
+    def per_layer_inputs(self) -> PackedPerLayerInputs | None:
+        """Where these inputs come from; None: there are none."""
+        a = self.architecture
+        if not a.per_layer:
+            return None
+        row = a.layers * a.per_layer
+        embedding = self.rows_matrix(PER_LAYER_EMBEDDING, _MATRIX_TYPES, (a.vocabulary, row))
+        projection = self.rows_matrix(PER_LAYER_PROJECTION, _MATRIX_TYPES, (row, a.hidden))
+        return PackedPerLayerInputs(embedding, projection, self.vector(PER_LAYER_NORM, a.per_layer))
 
     def delta_net(self, layer: int) -> Mapping[str, Tensor]:
         """What a gated delta net has beside its sites; empty for a block with attention."""

@@ -18,9 +18,17 @@ from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.family import HEAD
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.attention import Watcher, masks_of_whole_texts, watched_attention
+from sparsepack.models.hf_model.beside import Beside, per_layer_inputs
 from sparsepack.models.hf_model.fused import Parts, norms_by_one_kernel, parts_by
 from sparsepack.models.hf_model.hooks import ONE_BY_ONE, check_finite, order_parameters
-from sparsepack.models.hf_model.model import BlockSource, add_basis, backbone_of, layer_kind, single_layer
+from sparsepack.models.hf_model.model import (
+    BlockSource,
+    add_basis,
+    backbone_of,
+    keep_block,
+    layer_kind,
+    single_layer,
+)
 from sparsepack.models.hf_model.prefetch import AT_ONCE, BlocksAhead, run_between_copies
 from sparsepack.progress import say
 
@@ -64,7 +72,8 @@ class BlockStream:
 
     `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
     hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
-    `finish` and `head`.
+    `finish` and `head`. What blocks are given beside hidden states travels with these, in columns behind theirs
+    (`Beside`).
 
     attention -- transformers' name of the implementation that the blocks use; None: the family's
     ahead     -- where blocks come from, and how long that took
@@ -84,6 +93,7 @@ class BlockStream:
         self._backbone: Any = None
         self._layer = 0
         self._after: dict[str, Any] = {}
+        self._beside = Beside(source.config, source.family)
         self.ahead = BlocksAhead(self._stored, self.device, dtype, AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
@@ -137,7 +147,10 @@ class BlockStream:
         """Run the loaded block on hidden states [B, S, H]."""
         placed = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda")
         with masks_of_whole_texts():
-            output = self._backbone(inputs_embeds=placed, use_cache=False).last_hidden_state
+            given = self._beside.given(placed, self._layer)
+            output = self._backbone(**given, use_cache=False).last_hidden_state
+        if self._beside.width:
+            output = self._beside.left(output, placed, given.get("shared_kv_states", {}))
         if self.device.type == "cpu":
             check_finite(output, self._where)
         return output  # type: ignore[no-any-return]
@@ -226,11 +239,16 @@ class BlockStream:
         if family.positions is not None:
             rows = tensor(f"{family.backbone}.{family.positions.module}.weight")[family.positions.first :]
             hidden += rows[: ids.shape[1]].to(self.dtype)
-        return hidden
+        if not self._beside.width:
+            return hidden
+        inputs = None
+        if self._beside.each:
+            inputs = per_layer_inputs(self.source.config, family, tensor, ids.cpu(), hidden)
+        return self._beside.entered(hidden, inputs)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """What comes after the last block, which must have been run: [B, S, H] -> [B, S, columns of the head]."""
-        hidden = hidden.to(self.device, self.dtype)
+        hidden = hidden[..., : self._beside.hidden].to(self.device, self.dtype)
         check_finite(hidden, self._where)
         for prefix, module in self._after.items():
             if any(parameter.is_meta for parameter in module.parameters()):
@@ -253,6 +271,7 @@ class BlockStream:
         with torch.device("meta"):
             how = {"attn_implementation": self._attention, "experts_implementation": ONE_BY_ONE}
             backbone = backbone_of(AutoModel.from_config(config, **how, **STOCK_ALONE))
+        keep_block(backbone, config, layer_kind(self.source.config, layer))
         order_parameters(backbone.layers, family)
         if layer in self.source.bases:
             add_basis(backbone.layers[0], config.hidden_size)
@@ -261,7 +280,8 @@ class BlockStream:
             norms_by_one_kernel(backbone.layers[0])
         after = {name: module for name in family.after if (module := getattr(backbone, name)) is not None}
         self._after = self._after or {f"{family.backbone}.{name}": module for name, module in after.items()}
-        for name in (family.embedding_module, *after):
+        outside = () if family.per_layer is None else family.per_layer.outside
+        for name in (family.embedding_module, *after, *outside):
             setattr(backbone, name, nn.Identity())
         if family.widening and getattr(backbone, family.widening) is not None:
             setattr(backbone, family.widening, nn.Identity())

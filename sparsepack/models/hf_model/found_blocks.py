@@ -5,8 +5,6 @@ What is around the blocks is transformers' own code, too: it runs for each part 
 masks, positions, multipliers and what differs between blocks are nowhere done again. What enters the first block, and
 what enters the output matrix, are taken where they come by. In memory are the block, the next one, and the parameters
 that are of no block; embeddings while they are needed.
-
-What blocks are given beside hidden states travels with these, in columns behind theirs (`_Beside`).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -36,62 +34,6 @@ def open_blocks(
     return FoundBlocks(source, device, dtype)
 
 
-class _Beside:
-    """What blocks of a Gemma with embeddings of each layer or shared keys and values are given beside hidden states.
-
-        hidden states | of each block what it is given of the token | keys and values that others read, of each kind
-
-    Of other models there is none of it. Each number is of one position, so that a run may go on from them.
-    """
-
-    def __init__(self, config: Any) -> None:
-        self.hidden, self.layers = int(config.hidden_size), int(config.num_hidden_layers)
-        self.each = int(getattr(config, "hidden_size_per_layer_input", None) or 0)
-        self.kinds: dict[str, tuple[int, int]] = {}  # of layers whose keys and values are read: their heads
-        if getattr(config, "num_kv_shared_layers", None):
-            self._types = list(config.layer_types)
-            for kind in sorted(set(self._types)):
-                of = config.per_layer_config[self._types.index(kind)]
-                self.kinds[kind] = int(of.num_key_value_heads), int(of.head_dim)
-
-    @property
-    def width(self) -> int:
-        """Columns behind the hidden states."""
-        return self.layers * self.each + sum(2 * heads * size for heads, size in self.kinds.values())
-
-    @property
-    def inputs(self) -> bool:
-        """Whether the stock backbone makes something of the tokens that only `embed` has."""
-        return self.each > 0
-
-    def entered(self, hidden: Tensor, given: Mapping[int, Tensor]) -> Tensor:
-        """What the stream keeps of positions that enter the first block, of what the blocks are given of them."""
-        parts = [hidden, *(given[layer] for layer in sorted(given))]
-        made = torch.cat(parts, -1)
-        missing = self.hidden + self.width - made.shape[-1]
-        return nn.functional.pad(made, (0, missing))
-
-    def given(self, states: Tensor, layer: int) -> Tensor | None:
-        """What a block is given of the tokens; None: nothing."""
-        first = self.hidden + layer * self.each
-        return states[..., first : first + self.each] if self.each else None
-
-    def shared(self, states: Tensor) -> dict[str, tuple[Tensor, Tensor]]:
-        """Keys and values [B, heads, S, size] that blocks read of others, by the kind of these."""
-        found, first = {}, self.hidden + self.layers * self.each
-        for kind, (heads, size) in self.kinds.items():
-            both = torch.unflatten(states[..., first : first + 2 * heads * size], -1, (2, heads, size))
-            found[kind] = both[..., 0, :, :].transpose(1, 2), both[..., 1, :, :].transpose(1, 2)
-            first += 2 * heads * size
-        return found
-
-    def left(self, output: Tensor, states: Tensor, shared: Mapping[str, tuple[Tensor, Tensor]]) -> Tensor:
-        """What the stream keeps behind a block, which had these states."""
-        parts = [output, states[..., self.hidden : self.hidden + self.layers * self.each]]
-        parts += [cached.transpose(1, 2).flatten(2) for kind in self.kinds for cached in shared[kind]]
-        return torch.cat(parts, -1)
-
-
 class _Taken(Exception):
     """Ends a run where what it is for has come by."""
 
@@ -112,23 +54,15 @@ class FoundBlocks(BlockStream):
         self._forwards = [block.forward for block in self._blocks]
         self._at: Callable[[int, Any, Any], Any] | None = None
         self._computed: dict[int, list[tuple[nn.Module, str, Tensor]]] = {}
-        self._beside = _Beside(source.config)
         for number, block in enumerate(self._blocks):
             block.forward = partial(self._pass, number)
-        tables = [f"{name}.weight" for name, of in self._model.named_modules() if isinstance(of, nn.Embedding)]
-        self._tables = [name for name in tables if not name.startswith(f"{family.blocks}.")]
-        inside = (f"{family.blocks}.", family.embedding, family.head, *self._of_tokens)
+        inside = (f"{family.blocks}.", family.embedding, family.head)
         self._fill_buffers()
         bias = family.head.removesuffix("weight") + "bias"
         for name in self._model.state_dict():
             if not name.startswith(inside[0]) and name not in (*inside[1:], bias):
                 self._set(name, self._tensor(name))
         self._bias = self._tensor(bias) if family.biased else None
-
-    @property
-    def _of_tokens(self) -> list[str]:
-        """The embeddings that only `embed` looks into."""
-        return self._tables if self._beside.inputs else [self._family.embedding]
 
     def _set(self, name: str, value: Tensor | None) -> None:
         """Put a tensor in its place outside of the blocks; None: nothing is there any more."""
@@ -226,25 +160,19 @@ class FoundBlocks(BlockStream):
         raise AssertionError("the stock model ran to its end")
 
     def __call__(self, hidden: Tensor) -> Tensor:
-        states, beside = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda"), self._beside
-        placed = states[..., : beside.hidden]
+        placed = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda")
 
         def at(number: int, args: Any, kwargs: Any) -> Any:
             if number != self._layer:
                 return None
-            if (given := beside.given(states, number)) is not None:
-                args = (placed, given, *args[2:])
-            elif args:
+            if args:
                 args = (placed, *args[1:])
             else:
                 kwargs = {**kwargs, "hidden_states": placed}
-            if beside.kinds:
-                kwargs["shared_kv_states"].update(beside.shared(states))
             output = self._hooked(number, args, kwargs)
-            output = output[0] if isinstance(output, tuple) else output
-            raise _Taken(beside.left(output, states, kwargs["shared_kv_states"]) if beside.width else output)
+            raise _Taken(output[0] if isinstance(output, tuple) else output)
 
-        output = self._run(at, False, **self._embedded(placed))
+        output = self._run(at, False, inputs_embeds=placed)
         if self.device.type == "cpu":
             check_finite(output, self._where)
         return output
@@ -252,41 +180,25 @@ class FoundBlocks(BlockStream):
     def _hooked(self, number: int, args: Any, kwargs: Any) -> Any:
         return self._forwards[number](*args, **kwargs)
 
-    def _embedded(self, hidden: Tensor) -> dict[str, Tensor]:
-        """The arguments of the stock backbone for hidden states in the place of embedded tokens."""
-        beside = self._beside
-        if not beside.inputs:
-            return {"inputs_embeds": hidden}
-        unread = hidden.new_zeros(*hidden.shape[:-1], beside.layers, beside.each)
-        return {"inputs_embeds": hidden, "per_layer_inputs": unread}
-
     def embed(self, ids: Tensor) -> Tensor:
-        """Token ids [N, S] -> what enters the first block [N, S, H] and what travels beside it, on the CPU."""
-        for name in self._of_tokens:
-            self._set(name, self._tensor(name))
-        beside, given = self._beside, dict[int, Tensor]()
+        """Token ids [N, S] -> what enters the first block [N, S, H], on the CPU."""
+        self._set(self._family.embedding, self._tensor(self._family.embedding))
 
-        def at(number: int, args: Any, kwargs: Any) -> Any:
-            hidden = args[0] if args else kwargs["hidden_states"]
-            if beside.inputs:
-                given[number] = args[1]
-            if beside.inputs and number < beside.layers - 1:
-                return None
-            raise _Taken(beside.entered(hidden, given) if beside.width else hidden)
+        def at(_: int, args: Any, kwargs: Any) -> Any:
+            raise _Taken(args[0] if args else kwargs["hidden_states"])
 
         try:
             with torch.no_grad():
                 rows = [self._run(at, input_ids=row[None].to(self.device)).cpu() for row in ids]
         finally:
-            for name in self._of_tokens:
-                self._set(name, None)
+            self._set(self._family.embedding, None)
         return torch.cat(rows)
 
     def finish(self, hidden: Tensor) -> Tensor:
         """What comes after the last block: [B, S, H] -> [B, S, columns of the head]. A bias of the output matrix is one
         more column, whose input is 1."""
         single = hidden.dim() == 2
-        hidden = hidden[..., : self._beside.hidden].to(self.device, self.dtype)
+        hidden = hidden.to(self.device, self.dtype)
         check_finite(hidden, self._where)
         entered = hidden[None] if single else hidden
         last = self.source.layers - 1
@@ -299,7 +211,7 @@ class FoundBlocks(BlockStream):
 
         handle = self._model.get_submodule(self._family.head.rpartition(".")[0]).register_forward_pre_hook(take)
         try:
-            found = self._run(at, True, **self._embedded(entered))
+            found = self._run(at, True, inputs_embeds=entered)
         finally:
             handle.remove()
         found = found * multipliers(self.source.config).logits

@@ -105,7 +105,10 @@ class _Kept(DynamicLayer):
         return key_states, value_states
 
     def finished(self) -> _FirstHalf:
-        """These keys and values, as a later pass takes those of the tokens before its own."""
+        """These keys and values, as a later pass takes those of the tokens before its own; none of a block that reads
+        another's."""
+        if not self.is_initialized:
+            return _FirstHalf(0)
         layer = _FirstHalf(self.keys.shape[2])
         layer.keys, layer.values, layer.is_initialized = self.keys, self.values, True
         return layer

@@ -16,7 +16,7 @@ from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
 from sparsepack.models.family import BASIS, HEAD, Family
 from sparsepack.models.found import family_of_config, meta_model
-from sparsepack.models.hf_config import multipliers
+from sparsepack.models.hf_config import kv_sources, multipliers
 from sparsepack.models.hf_model.hooks import ONE_BY_ONE, order_parameters
 from sparsepack.progress import say
 from sparsepack.workers.launch import several
@@ -55,9 +55,16 @@ def single_layer(config: Any, layer: int = 0) -> Any:
             setattr(single, name, [kinds[layer]])
     if family.dense_mlps is not None and not family.mlp_kinds:
         setattr(single, family.dense_mlps.key, family.dense_mlps.setting(layer in family.of(config).dense_layers))
+    if (shared := family.row(config).shared_kv) is not None:
+        kind = layer_kind(config, layer)["kv"]
+        setattr(single, shared.count, int(kind == "read"))
+        if kind == "read":  # which stands behind one that has its own
+            single.num_hidden_layers = 2
+            single.layer_types *= 2
     if family.global_heads:
         of_layer = config.per_layer_config[layer]
-        single.per_layer_config = {0: {name: getattr(of_layer, name) for name in ("head_dim", "num_key_value_heads")}}
+        heads = {name: getattr(of_layer, name) for name in ("head_dim", "num_key_value_heads")}
+        single.per_layer_config = dict.fromkeys(range(single.num_hidden_layers), heads)
     for name in (family.scales_input, family.divides_logits):
         if name:
             setattr(single, name, 1.0)
@@ -68,8 +75,24 @@ def layer_kind(config: Any, layer: int) -> dict[str, Any]:
     """What a stock configuration says of a layer alone: the fields of lists, and their values there."""
     family = FAMILIES[config.model_type]
     fields = ("layer_types", family.rope_layers)
-    dense = {} if family.dense_mlps is None else {"dense": layer in family.of(config).dense_layers}
+    dense: dict[str, Any] = {} if family.dense_mlps is None else {"dense": layer in family.of(config).dense_layers}
+    if family.row(config).shared_kv is not None:
+        own = config.num_hidden_layers - len(sources := kv_sources(config))
+        dense["kv"] = "read" if layer >= own else "given" if layer in sources else "own"
     return dense | {name: kinds[layer] for name in fields if name and (kinds := getattr(config, name, None))}
+
+
+def keep_block(backbone: Any, config: Any, kind: Mapping[str, Any]) -> None:
+    """Leave a stock backbone of `single_layer` that block alone, and let it take what else it is given as it is.
+
+    kind -- of the layer, as `layer_kind` has it
+    """
+    backbone.layers = backbone.layers[-1:]
+    if kind.get("kv") == "given":
+        backbone.layers[0].self_attn.store_full_length_kv = True
+    names = FAMILIES[config.model_type].row(config).per_layer
+    if names is not None and names.of(config):
+        backbone.project_per_layer_inputs = lambda _, inputs: inputs
 
 
 def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tuple[int, ...]]:
@@ -81,7 +104,7 @@ def parameter_shapes(config: Any, bases: Collection[int] = ()) -> dict[str, tupl
     from transformers import AutoModelForCausalLM
 
     family = family_of_config(config)
-    if not family.has_row:
+    if not family.has_row or family.shared_kv is not None or family.per_layer is not None:
         state = {name: tuple(value.shape) for name, value in meta_model(config).state_dict().items()}
         return {name: shape for name, shape in state.items() if name != family.head or not config.tie_word_embeddings}
     shapes: dict[str, tuple[int, ...]] = {}
@@ -242,6 +265,9 @@ def build_model(
             scale, device=model.get_input_embeddings().weight.device
         )
     family = FAMILIES[config.model_type]
+    if (names := family.per_layer) is not None and (width := names.of(config)):
+        table = backbone.get_submodule(names.embedding)
+        table.embed_scale = torch.tensor(width**0.5, device=table.weight.device)
     if family.divides_logits:
         # What enters the output matrix is scaled in place of what leaves it: whoever multiplies gets the logits.
         factor = multipliers(config).logits

@@ -58,6 +58,8 @@ class OperationsDecoder:
         bias = packed.scaled_output_norm_bias
         self._output_norm_bias = None if bias is None else bias.to(device)
         self._output = operations.load_rows(packed.output, device)
+        inputs = packed.per_layer
+        self._projection = None if inputs is None else operations.load_rows(inputs.projection, device)
         new_cache = new_cache or operations.new_cache
         self.cache = new_cache(attention_of(packed, context, device, sequences), cache_type, device)
         a = packed.architecture
@@ -166,6 +168,7 @@ class OperationsDecoder:
         scales = None if controlled is None else controlled.begin_step(sequences)
         x = reference.embed(self._packed.embedding, tokens).to(self._device)  # [S, hidden]
         x = x * self._architecture.embedding_scale
+        inputs = self._per_layer_inputs(tokens, x)
         for number, (block, layer) in enumerate(zip(self._architecture.blocks, self._layers, strict=True)):
             if layer.basis is not None:
                 x = self._operations.matmul(layer.basis, x)
@@ -178,6 +181,8 @@ class OperationsDecoder:
                 read = norm("mlp_norm", x) if block.norms_before else x
                 update = layer.mlp.output(read, block.mlp.activation, mode, scales)
                 x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
+            if layer.per_layer is not None and inputs is not None:
+                x = x + layer.per_layer.output(x, inputs[:, number], self._architecture.activation)
             if layer.scalar is not None:
                 x = x * layer.scalar
         if controlled is not None and scales is not None:
@@ -185,6 +190,17 @@ class OperationsDecoder:
         for sequence in sequences:
             self.cache.advance(len(tokens) // len(sequences), sequence)
         return reference.norm(x, self._output_norm, self._output_norm_bias, eps)
+
+    def _per_layer_inputs(self, tokens: Tensor, x: Tensor) -> Tensor | None:
+        """What each layer is given of tokens, whose embeddings are x [S, hidden], beside their hidden states: float32
+        [S, layers, width]; None: nothing."""
+        of = self._packed.per_layer
+        if of is None:
+            return None
+        a = self._architecture
+        rows = reference.embed(of.embedding, tokens).to(self._device) * of.row_scale
+        made, table = (y.view(-1, a.layers, a.per_layer) for y in (self._operations.matmul(self._projection, x), rows))
+        return reference.rms_norm(made, of.sum_norm.to(self._device), of.norm_eps(a.norm_eps)) + table
 
     def _norm(self, layer: LoadedLayer, name: str, x: Tensor) -> Tensor:
         """RMSNorm(x), or LayerNorm(x), by one of a block's norms."""

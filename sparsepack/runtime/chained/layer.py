@@ -317,6 +317,22 @@ def _levels(x: Tensor, limits: Tensor, scales: StepScales | None, most: int) -> 
 
 
 @dataclass(frozen=True)
+class LoadedPerLayer:
+    """What a block adds by an input of its own; the fields are as `PackedPerLayer` has them."""
+
+    operations: Operations
+    gate: Any
+    out: Any
+    norm: Tensor
+    eps: float
+
+    def output(self, x: Tensor, own: Tensor, activation: str) -> Tensor:
+        """What is added to x [S, hidden] by the inputs [S, width]."""
+        gate = reference.ACTIVATION_FUNCTIONS[activation](self.operations.matmul(self.gate, x))
+        return reference.rms_norm(self.operations.matmul(self.out, gate * own), self.norm, self.eps)
+
+
+@dataclass(frozen=True)
 class LoadedLayer:
     """A loaded block. `basis` is what its input is multiplied by first; None: nothing. `delta_net` and `scalar` are as
     a `PackedLayer` has them."""
@@ -327,6 +343,7 @@ class LoadedLayer:
     basis: Any | None
     delta_net: Mapping[str, Tensor]
     scalar: Tensor | None
+    per_layer: LoadedPerLayer | None
 
     @property
     def active(self) -> Mapping[str, Tensor]:
@@ -344,7 +361,12 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device,
     basis = None if layer.basis is None else operations.load_rows(layer.basis, device)
     delta_net = {name: value.to(device) for name, value in layer.delta_net.items()}
     scalar = None if layer.scalar is None else layer.scalar.to(device)
-    return LoadedLayer(_load_sites(layer.attention, operations, device), norms, mlp, basis, delta_net, scalar)
+    sites, own = _load_sites(layer.attention, operations, device), layer.per_layer
+    per_layer = None
+    if own is not None:
+        matrices = operations.load_rows(own.gate, device), operations.load_rows(own.out, device)
+        per_layer = LoadedPerLayer(operations, *matrices, own.norm.to(device), eps)
+    return LoadedLayer(sites, norms, mlp, basis, delta_net, scalar, per_layer)
 
 
 def _load_dense(mlp: DenseMlp, operations: Operations, device: torch.device) -> Mlp:

@@ -170,7 +170,7 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
     a = packed.architecture
     builder = native().DecoderBuilder(
         hidden=a.hidden,
-        intermediate=max(a.intermediate, a.dense_intermediate),
+        intermediate=max(a.intermediate, a.dense_intermediate, a.shared_intermediate),
         vocabulary=a.vocabulary,
         prefill_tokens=PREFILL_TOKENS,
         eps=a.norm_eps,
@@ -184,6 +184,8 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
             builder.set_basis(load_rows(layer.basis))
         if layer.scalar is not None:
             builder.set_scalar(float(layer.scalar))
+        if (own := layer.per_layer) is not None:
+            builder.set_per_layer(load_rows(own.gate), load_rows(own.out), vector(own.norm))
         if isinstance(block.mixer, DeltaNet):
             _add_delta_net(builder, block.mixer, layer.delta_net)
         elif isinstance(block.mixer, ShortConv):
@@ -207,6 +209,16 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
     builder.set_embedding(
         packed.embedding.blocks.contiguous(), packed.embedding.columns, BLOCKS[packed.embedding.format.block].gguf
     )
+    if (inputs := packed.per_layer) is not None:
+        builder.set_per_layer_inputs(
+            bytes=inputs.embedding.blocks.contiguous(),
+            columns=inputs.embedding.columns,
+            type=BLOCKS[inputs.embedding.format.block].gguf,
+            projection=load_rows(inputs.projection),
+            norm=vector(inputs.sum_norm),
+            scale=inputs.row_scale,
+            eps=inputs.norm_eps(a.norm_eps),
+        )
     builder.set_output(load_rows(packed.output), _with_bias(packed.scaled_output_norm, packed.scaled_output_norm_bias))
     for of_one in cache.native:
         builder.add_cache(of_one)

@@ -84,6 +84,7 @@ def _native_cache(shape: AttentionShape) -> Any:
                 of.kv_heads,
                 of.head_dim,
                 of.value_norm,
+                -1 if of.source is None else of.source,
             )
             for of in shape.layers
         ],

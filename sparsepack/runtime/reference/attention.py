@@ -101,13 +101,13 @@ class DenseKvCache:
     def __init__(self, shape: AttentionShape, type: str, device: torch.device | str) -> None:
         self.type, self.sparse_from = type, shape.sparse_from
         self._shape = shape
-        self._keys, self._values = (
-            [
-                torch.zeros(shape.sequences, kv_heads, shape.context, width, dtype=CACHE_TYPES[type], device=device)
-                for kv_heads, width in map(shape.heads_of, range(len(shape.layers)))
-            ]
-            for _ in range(2)
-        )
+        self._keys, self._values = list[Tensor](), list[Tensor]()
+        for layer, of in enumerate(shape.layers):
+            kv_heads, width = shape.heads_of(layer)
+            size = shape.sequences, kv_heads, shape.context, width
+            for cached in (self._keys, self._values):
+                own = None if of.source is None else cached[of.source]
+                cached.append(torch.zeros(size, dtype=CACHE_TYPES[type], device=device) if own is None else own)
         self._lengths = [0] * shape.sequences
         self._tables = [[*shape.tables] for _ in range(shape.sequences)]
 
@@ -119,13 +119,15 @@ class DenseKvCache:
         shape, norms = self._shape, self._shape.layers[layer]
         kv_heads, width = shape.heads_of(layer)
         by_head = torch.unflatten(qkv, -1, (-1, width)).transpose(0, 1)  # [all heads, S, head_dim]
-        q, k, v = torch.split(by_head, [shape.heads, kv_heads, kv_heads])
         new = slice(self._lengths[sequence], self._lengths[sequence] + len(qkv))
         cos, sin = (of[new] for of in self._tables[sequence][norms.table])
-        self._keys[layer][sequence, :, new] = self._apply_rope(k, norms.k_norm, cos, sin)
-        if norms.value_norm:
-            v = rms_norm(v, torch.ones_like(v[0, 0]), shape.eps)
-        self._values[layer][sequence, :, new] = v
+        if norms.source is None:
+            k, v = torch.split(by_head[shape.heads :], kv_heads)
+            self._keys[layer][sequence, :, new] = self._apply_rope(k, norms.k_norm, cos, sin)
+            if norms.value_norm:
+                v = rms_norm(v, torch.ones_like(v[0, 0]), shape.eps)
+            self._values[layer][sequence, :, new] = v
+        q = by_head[: shape.heads]
         queries = self._apply_rope(q, norms.q_norm, cos, sin)
         return queries if shape.query_scale is None else queries * shape.query_scale[new, None]
 

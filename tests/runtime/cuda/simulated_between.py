@@ -29,7 +29,9 @@ def attend(
         return
     attn_output = torch.empty_like(out)
     for n, here in enumerate(positions.tolist()):
-        q, keys[n, :, here], values[n, :, here], gates = new_rows(parameters, qkv, n, here)
+        q, k, v, gates = new_rows(parameters, qkv, n, here)
+        if layer.source is None:
+            keys[n, :, here], values[n, :, here] = k, v
         oldest = max(0, here + 1 - layer.window) if layer.window else 0
         cached = (x[n, :, oldest : here + 1].float() for x in (keys, values))
         seen = torch.ones(1, here + 1 - oldest, dtype=torch.bool)

@@ -7,8 +7,9 @@ from backends import largest_difference
 from decoder_steps import steps
 
 from sparsepack.formats.packed import PackedModel
-from sparsepack.runtime.cuda.attention.latents import caches_latents
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.decoder import kept_latents
 from sparsepack.runtime.engine import Engine
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1))
@@ -29,7 +30,7 @@ def check_steps(packed: PackedModel) -> None:
     """Steps, sparse and dense, compute and count what the reference does. Of cached latents weights are rounded to
     float16."""
     engine, reference = decoder(packed), Engine(packed, backend="reference")
-    bound = 2e-2 if caches_latents(packed) else 1e-3
+    bound = 2e-2 if kept_latents(packed, find_backend("cuda")) is not None else 1e-3
     assert largest_difference(steps(engine, IDS), reference.teacher_forced(IDS.tolist(), 0)) < bound
     assert engine.active() == pytest.approx(counts(reference, len(IDS)))
     engine.reset()

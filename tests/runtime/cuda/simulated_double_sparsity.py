@@ -87,6 +87,8 @@ def new_rows(of: AttentionParameters, qkv: Tensor, n: int, here: int) -> tuple[T
     cos, sin = (rows[n if of.rope_stride else 0, here] for rows in of.table)
     rows = qkv[n].view(-1, shape.head_dim)
     rows = torch.cat([rows, rows[-shape.kv_heads :]]) if layer.k_eq_v else rows
+    if layer.source is not None:
+        rows = torch.cat([rows, rows.new_zeros(2 * shape.kv_heads, shape.head_dim)])
     queries, keys, v = rows.split([(1 + layer.gated) * shape.heads, shape.kv_heads, shape.kv_heads])
     v = v if of.v_norm is None else reference.rms_norm(v, of.v_norm, shape.eps)
     q, gates = queries.view(shape.heads, -1, shape.head_dim).split([1, int(layer.gated)], dim=1)

@@ -51,17 +51,27 @@ def _split_heads(defines: Any, grid: Any, product: Tensor, *rest: Any) -> None:
     factor, inverse, bias, q_norm, k_norm, v_norm, eps, cos, sin, growth, *more = rest
     first, context, heads, kv_heads, q, keys, values = more
     gated, neighbours, same = (int(defines[name]) for name in ("OUTPUT_GATES", "NEIGHBOURS", "K_EQ_V"))
-    assert grid == (len(q), -(-(heads + 2 * kv_heads) // 8))
+    shared = int(defines.get("SHARED_KV", 0))
+    assert grid == (len(q), -(-(heads + 2 * kv_heads * (1 - shared)) // 8))
     assert (keys.shape[1], int(defines["HEAD_DIM"])) == (context, keys.shape[2])
     assert int(defines["ROTARY_DIM"]) == 2 * cos.shape[1]
     here = slice(first, first + len(q))
     rows = put_together(product, factor, inverse, bias).view(len(q), -1, keys.shape[2])
     rows = torch.cat([rows, rows[:, -kv_heads:]], 1) if same else rows
-    queries, k, v = (x.transpose(0, 1) for x in rows.split([(1 + gated) * heads, kv_heads, kv_heads], dim=1))
-    v = v if v_norm is None else reference.rms_norm(v, v_norm, eps)
+    queries, *of_keys = (x.transpose(0, 1) for x in rows.tensor_split([(1 + gated) * heads, -kv_heads], dim=1))
     turned = rotated(queries[:: 1 + gated], q_norm, eps, cos[here], sin[here], neighbours > 0)
     q.copy_((turned if growth is None else turned * growth[here, None]).transpose(0, 1))
+    if shared:
+        assert rows.shape[1] == heads
+        return
+    k, v = of_keys
+    v = v if v_norm is None else reference.rms_norm(v, v_norm, eps)
     keys[:, here], values[:, here] = rotated(k, k_norm, eps, cos[here], sin[here], neighbours > 0), v
+
+
+def _gate_inputs(defines: Any, grid: Any, gates: Tensor, inputs: Tensor, width: int, stride: int, y: Tensor) -> None:
+    assert (grid, width, stride) == ((-(-width // 256), len(gates)), gates.shape[1], inputs.stride(0))
+    y.copy_(gated_by(int(defines["ACTIVATION"]), gates, inputs))
 
 
 def _zigzag_batch(
@@ -115,6 +125,7 @@ LAUNCHED = {
     "add_rows": _add_rows,
     "gate_rows": _gate_rows,
     "split_heads": _split_heads,
+    "gate_inputs": _gate_inputs,
     "zigzag_batch": _zigzag_batch,
     **simulated_neurons.LAUNCHED,
 }

@@ -95,13 +95,14 @@ class Step:
     gated: bool = False
     k_eq_v: bool = False
     v_norm: Tensor | None = None
+    shared: bool = False
 
     def run(self, splits: int | None = None, positions: Tensor | None = None, **options: Any) -> Tensor:
         """The result; the keys and values of the new positions are cached."""
         if positions is None:
             positions = torch.tensor(self.last, dtype=torch.int32, device=self.qkv.device)
         out = torch.full((len(self.last), self.shape.heads * self.shape.head_dim), torch.nan, device=self.qkv.device)
-        of = {"sinks": self.sinks, "gated": self.gated, "k_eq_v": self.k_eq_v}
+        of = {"sinks": self.sinks, "gated": self.gated, "k_eq_v": self.k_eq_v, "source": 0 if self.shared else None}
         layer = LayerAttention(self.window, self.q_norm, self.k_norm, **of)
         tables = (self.cos, self.sin)
         shape = AttentionShape(
@@ -119,6 +120,7 @@ class Step:
         """q, k and v of a sequence's new position, normed and rotated: float64 [heads, 1, head_dim]."""
         rows = self.qkv[b].double().view(-1, 1, self.shape.head_dim)
         rows = torch.cat([rows, rows[-KV_HEADS:]]) if self.k_eq_v else rows
+        rows = torch.cat([rows, rows.new_zeros(2 * KV_HEADS, *rows.shape[1:])]) if self.shared else rows
         queries, k, v = rows.split([(1 + self.gated) * self.shape.heads, KV_HEADS, KV_HEADS])
         v = v if self.v_norm is None else reference.rms_norm(v, self.v_norm.double(), EPS)
         q = queries[:: 1 + self.gated]
@@ -170,7 +172,7 @@ def step(
     """
     bits = torch.Generator(device).manual_seed(max(last))
     context = max(last) + 1 + max(last) % 3
-    of_keys = 2 - more.get("k_eq_v", False)
+    of_keys = 0 if more.get("shared") else 2 - more.get("k_eq_v", False)
     width = ((1 + more.get("gated", False)) * shape.heads + of_keys * KV_HEADS) * shape.head_dim
     qkv = size * torch.randn(len(last), width, generator=bits, device=device)
     keys, values = (cached[: len(last), :, :context].clone() for cached in random_cache(shape, device))
@@ -178,7 +180,7 @@ def step(
         oldest = max(0, p + 1 - window) if window else 0
         for cached in (keys, values):
             cached[b, :, :oldest] = torch.nan
-            cached[b, :, p:] = torch.nan
+            cached[b, :, p + more.get("shared", False) :] = torch.nan
     turned = turned or shape.head_dim
     inv_freq = 1e4 ** (-torch.arange(0, turned, 2, device=device) / turned)
     cos, sin = reference_attention.rotary_table(inv_freq, 1.0, context)
@@ -222,6 +224,27 @@ def test_values_are_normed_or_keys(shape: Shape, k_eq_v: bool, device: torch.dev
             for b, p in enumerate(last):
                 value = case.values[b, :, p].double()
                 torch.testing.assert_close(value, case.rotated(b)[2][:, 0], rtol=1e-2, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("splits", [None, 1, 4, 32])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[8], *UNUSUAL], ids=name)
+def test_queries_alone_read_what_another_layer_has_cached(
+    shape: Shape, splits: int | None, device: torch.device
+) -> None:
+    for last in ([0, 1, 70], [300, 2000], [63, 64, 65]):
+        for window in (0, 1, 100):
+            case = step(shape, last, device, window, shared=True)
+            before = [cached.clone() for cached in (case.keys, case.values)]
+            assert_close_to_reference(case, case.run(splits))
+            for cached, there in zip(before, (case.keys, case.values), strict=True):
+                torch.testing.assert_close(cached, there, rtol=0, atol=0, equal_nan=True)
+
+
+def test_queries_are_not_read_ahead_of_what_another_layer_caches() -> None:
+    case = step(SHAPES[1], [5], torch.device("cpu"), shared=True)
+    with pytest.raises(ValueError, match="qkv: in words, which may be there before another layer"):
+        case.run(flag_in_data=True)
 
 
 @pytest.mark.gpu

@@ -47,6 +47,7 @@ VARIANTS = {
         *(("HEADS=1", f"HEAD_DIM={width}", f"KV={type}") for width, type in ((2, 1), (24, 3), (128, 2), (256, 1))),
         ("HEADS=1", "HEAD_DIM=128", "KV=1", "ROTARY_DIM=96", "NEIGHBOURS=1", "OUTPUT_GATES=1"),
         ("HEADS=1", "HEAD_DIM=512", "KV=1", "K_EQ_V=1"),
+        ("HEADS=1", "HEAD_DIM=256", "KV=1", "SHARED_KV=1"),
         ("ACTIVATION=5",),
         *((f"VECTOR={vector}", "ROUNDS=3", "CENTRED=1") for vector in (1, 4)),
     ],
@@ -65,6 +66,8 @@ VARIANTS = {
         ("HEAD_DIM=256", "GQA_RATIO=8", "ROTARY_DIM=64", "OUTPUT_GATES=1", "FLAG_IN_DATA=1"),
         ("HEAD_DIM=256", "GQA_RATIO=2", "CAPPED=1", "FLAG_IN_DATA=1"),
         ("HEAD_DIM=512", "GQA_RATIO=8", "K_EQ_V=1", "FLAG_IN_DATA=1", "WARPS=4"),
+        ("HEAD_DIM=512", "GQA_RATIO=8", "SHARED_KV=1", "WARPS=4"),
+        ("HEAD_DIM=30", "GQA_RATIO=3", "SHARED_KV=1", "KV=3", "CAPPED=1"),
         ("HEAD_DIM=192", "GQA_RATIO=1", "ROTARY_DIM=64", "NEIGHBOURS=1", "VALUE_DIM=128", "FLAG_IN_DATA=1"),
         (
             *("HEAD_DIM=576", "GQA_RATIO=4", "ROTARY_DIM=64", "NEIGHBOURS=1", "VALUE_DIM=512", "LATENTS=1", "WARPS=4"),
@@ -90,6 +93,7 @@ VARIANTS = {
         for of_heads, rounds, flag in ((DELTA_NETS[0], 10, 1), (DELTA_NETS[1], 1, 0), (DELTA_NETS[2], 18, 1))
     ],
     "delta_prefill": DELTA_NETS,
+    "per_layer": [(f"ACTIVATION={number}",) for number in (0, 3)],
     "short_conv": [("TAPS=3", "FLAG_IN_DATA=1"), ("TAPS=16", "FLAG_IN_DATA=0")],
     "latent_products": [
         ("PLAIN=192", "TURNING=64", "VALUE=256", "RANK=512", "FLAG_IN_DATA=1"),

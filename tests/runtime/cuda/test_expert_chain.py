@@ -14,12 +14,13 @@ from simulated_decoders import IDS, ROUNDED, check_prefill, check_steps, counts,
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache
-from sparsepack.runtime.cuda.attention.latents import caches_latents
 from sparsepack.runtime.cuda.decoder import decoder as cuda_decoder
 from sparsepack.runtime.cuda.decoder import prefill
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
 from sparsepack.runtime.cuda.products import zigzag
+from sparsepack.runtime.decoder import kept_latents
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
 from sparsepack.runtime.threshold_controller import new_controller
@@ -185,7 +186,7 @@ def test_prefill_computes_what_the_reference_computes(
 )
 def test_several_texts_have_their_own_experts(variant: str, sequences: int, sparse: bool, rules: bool) -> None:
     packed = model(variant, rules=rules)
-    bound = 2e-2 if caches_latents(packed) else 1e-3
+    bound = 2e-2 if kept_latents(packed, find_backend("cuda")) is not None else 1e-3
     texts = torch.randint(300, (sequences, 5), generator=torch.Generator().manual_seed(2))
     engine, reference = decoder(packed, sequences), Engine(packed, backend="reference", sequences=sequences)
     reference.dense = not sparse

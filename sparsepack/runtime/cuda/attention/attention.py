@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.driver.device import deepest_pipeline
 from sparsepack.runtime.cuda.driver.kernel import blocks_at_once, kernel, launch, multiprocessors
 from sparsepack.runtime.cuda.driver.memory import workspace
@@ -28,7 +29,7 @@ PAIR_WORDS = 4
 
 MOST_GQA_RATIO = 16
 MOST_HEAD_DIM = 512
-MOST_LATENT_DIM, LATENT_GQA_RATIO = 640, 4
+MOST_LATENT_DIM, LATENT_GQA_RATIO = find_backend("cuda").latent_width, 4
 """Channels of a cached latent, and query heads that a block has of such a cache, at most."""
 FEWEST_POSITIONS = 64
 """A block has at least this many positions of the whole context."""
@@ -40,7 +41,7 @@ class Variant:
     `kernels/attention/attention_layout.cuh`; gqa_ratio: query heads of a key head; rotary_dim: channels that turn,
     None: all; neighbours: whether they do in pairs of neighbours; gated: whether there are output gates; value_dim:
     channels of values, 0: head_dim; k_eq_v: whether values are keys; latents: whether there is one key head for all,
-    which has values, too."""
+    which has values, too; shared: whether keys and values are another layer's."""
 
     head_dim: int
     gqa_ratio: int
@@ -54,6 +55,7 @@ class Variant:
     value_dim: int = 0
     k_eq_v: bool = False
     latents: bool = False
+    shared: bool = False
 
     @property
     def defines(self) -> tuple[str, ...]:
@@ -73,6 +75,8 @@ class Variant:
             values["VALUE_DIM"] = self.value_dim
         if self.latents:
             values["LATENTS"] = 1
+        if self.shared:
+            values["SHARED_KV"] = 1
         return tuple(f"{name}={value}" for name, value in values.items())
 
     @property
@@ -161,7 +165,8 @@ class AttentionParameters:
         shape = self.shape
         if shape.latents is not None:
             return (shape.heads + 1) * shape.head_dim
-        return ((1 + self.layer.gated) * shape.heads + (2 - self.layer.k_eq_v) * shape.kv_heads) * shape.head_dim
+        of_keys = 0 if self.layer.source is not None else 2 - self.layer.k_eq_v
+        return ((1 + self.layer.gated) * shape.heads + of_keys * shape.kv_heads) * shape.head_dim
 
     @property
     def groups(self) -> int:
@@ -217,6 +222,7 @@ class AttentionParameters:
         variant = partial(variant, k_eq_v=self.layer.k_eq_v)
         variant = partial(variant, rotary_dim=2 * cos.shape[-1], neighbours=self.shape.neighbours)
         variant = partial(variant, value_dim=self.shape.value_dim, latents=self.shape.latents is not None)
+        variant = partial(variant, shared=self.layer.source is not None)
 
         def needed(stages: int) -> int:
             return variant(stages=stages).shared_bytes
@@ -267,6 +273,8 @@ def attend(
     batch, _, context, head_dim = keys.shape
     _check("qkv", qkv, keys, torch.float32, (batch, parameters.rows))
     _check("positions", positions, keys, torch.int32, (batch,))
+    if flag_in_data and layer.source is not None:
+        raise ValueError("qkv: in words, which may be there before another layer has left its keys and values")
     _check(
         "out",
         out,

@@ -147,7 +147,8 @@ class CudaDenseKvCache:
         self.lengths[sequence] = length
 
     def copy(self, source: int, to: int, length: int) -> None:
-        for cached in (cached for of in self._layers for cached in (of.keys, of.values)):
+        own = [of for of in self._layers if of.layer.source is None]
+        for cached in (cached for of in own for cached in (of.keys, of.values)):
             cached[to, :, :length].copy_(cached[source, :, :length])
         self.lengths[to] = length
 
@@ -163,11 +164,15 @@ class CudaDenseKvCache:
     def _new_keys_values(
         self, shape: AttentionShape, dtype: torch.dtype, device: torch.device
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """The room for keys and values of every layer: each a tensor of its own, which begins at a multiple of 16 bytes
-        whatever the context."""
+        """The room for keys and values of every layer: each a tensor of its own, or that of the layer whose it reads,
+        which begins at a multiple of 16 bytes whatever the context."""
         heads = [shape.heads_of(layer) for layer in range(len(shape.layers))]
         extents = [(shape.sequences, kv_heads, shape.context, head_dim) for kv_heads, head_dim in heads]
-        keys, values = ([torch.zeros(extent, dtype=dtype, device=device) for extent in extents] for _ in range(2))
+        keys, values = list[Tensor](), list[Tensor]()
+        for layer, extent in zip(shape.layers, extents, strict=True):
+            for cached in (keys, values):
+                own = None if layer.source is None else cached[layer.source]
+                cached.append(torch.zeros(extent, dtype=dtype, device=device) if own is None else own)
         return keys, values
 
 

@@ -8,25 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sparsepack.formats.packed import PackedModel
 from sparsepack.models.blocks import Latent
-from sparsepack.runtime.cuda.attention.attention import MOST_LATENT_DIM
 from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 
 THREADS = 256
 COLUMNS, WARPS = 64, 8
 """A block of `latent_queries` has so many columns, one of `latent_outputs` so many rows, a warp each."""
-
-
-def caches_latents(packed: PackedModel) -> bool:
-    """Whether a model's steps can read latents: attn_kv_b is dense, since what is skipped of it would be another part
-    for every cached token, and a row is one that the kernel knows."""
-    a, sites = packed.architecture, [layer.attention.get("attn_kv_b") for layer in packed.layers]
-    if a.latent is None or a.long_texts is not None:
-        return False
-    width = a.latent.kv_rank + a.latent.turning
-    return width % 2 == 0 and width <= MOST_LATENT_DIM and all(site is not None and site.rule is None for site in sites)
 
 
 @dataclass(frozen=True)

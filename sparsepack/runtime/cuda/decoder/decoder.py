@@ -15,8 +15,8 @@ from sparsepack.models.activations import soft_capped
 from sparsepack.models.blocks import DeltaNet, ShortConv
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
-from sparsepack.runtime.cuda.attention.latents import caches_latents
 from sparsepack.runtime.cuda.attention.states import Mixer, States
 from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
@@ -24,7 +24,7 @@ from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
 from sparsepack.runtime.cuda.decoder.step import Step, count_active, state_parts
 from sparsepack.runtime.cuda.driver.device import Mirror
 from sparsepack.runtime.cuda.driver.kernel_set import KERNELS, Kernels
-from sparsepack.runtime.decoder import attention_of, moving_sequences
+from sparsepack.runtime.decoder import attention_of, kept_latents, moving_sequences
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 from sparsepack.runtime.reference import products as reference
@@ -77,8 +77,7 @@ class CudaDecoder:
         self._device = kernels.usable(device)
         with kernels.on_device(self._device):
             attention = attention_of(packed, context, self._device, sequences)
-            if caches_latents(packed):
-                attention = replace(attention, latents=packed.architecture.latent)
+            attention = replace(attention, latents=kept_latents(packed, find_backend("cuda")))
             self._cache = new_cache(attention, cache_type, self._device, kernels)
             self._model = load_model(packed, self._device, kernels, plan, cpu_gpu)
             self._states = _states_of(packed, sequences, self._device, kernels)

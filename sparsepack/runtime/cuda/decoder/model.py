@@ -13,14 +13,21 @@ from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS, Latent
 from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
-from sparsepack.runtime.cuda.attention.latents import LatentWeights, caches_latents, latent_weights
+from sparsepack.runtime.backends import find_backend
+from sparsepack.runtime.cuda.attention.latents import LatentWeights, latent_weights
 from sparsepack.runtime.cuda.decoder.expert_mlp import ExpertMlp
 from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
+from sparsepack.runtime.cuda.decoder.per_layer import (
+    PerLayer,
+    PerLayerInputs,
+    load_per_layer,
+    load_per_layer_inputs,
+)
 from sparsepack.runtime.cuda.decoder.sites import CudaSite, load_sites
 from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 from sparsepack.runtime.cuda.driver.memory import DividedPlace, Place
 from sparsepack.runtime.cuda.products.rows import RowsMatrix
-from sparsepack.runtime.decoder import load_vector
+from sparsepack.runtime.decoder import kept_latents, load_vector
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 
 ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1, CLAMPED_SWIGLU: 5}
@@ -43,6 +50,7 @@ class CudaLayer:
     scalar     -- what all that leaves the block is multiplied by; 1 where nothing is normed before it is added
     expert_norms -- the norms of what the chosen experts make, and of what the shared ones make; None: there are none
     latents    -- attn_kv_b as steps multiply with it where latents are cached; None: keys and values are
+    per_layer  -- what it adds by an input of its own; None: it has none
     """
 
     attention: Mapping[str, CudaSite]
@@ -58,6 +66,7 @@ class CudaLayer:
     scalar: float = 1.0
     expert_norms: tuple[Tensor, Tensor] | None = None
     latents: LatentWeights | None = None
+    per_layer: PerLayer | None = None
 
 
 @dataclass(frozen=True)
@@ -65,6 +74,7 @@ class CudaModel:
     """The tensors of a model, which never change. `output` is the embedding itself where the two are tied.
 
     names -- those of a block's matrices under which steps count what they read, in the order of their products
+    per_layer -- where inputs of each block come from; None: there are none
     """
 
     architecture: Architecture
@@ -75,6 +85,7 @@ class CudaModel:
     output: RowsMatrix
     output_norm: Tensor
     output_norm_bias: Tensor | None = None
+    per_layer: PerLayerInputs | None = None
 
     @property
     def per_sequence(self) -> Collection[tuple[int, str]]:
@@ -171,6 +182,9 @@ def load_model(
             1.0 if of.scalar is None else float(of.scalar),
             expert_norms,
         )
+        if (own := of.per_layer) is not None:
+            numbers = number, float(packed.architecture.norm_eps), found.activation
+            found = replace(found, per_layer=load_per_layer(own, *numbers, device, kernels))
         return found if latent is None else replace(found, latents=weights_of(latent, of, attention["attn_kv_b"]))
 
     def weights_of(latent: Latent, of: PackedLayer, site: CudaSite) -> LatentWeights:
@@ -178,7 +192,8 @@ def load_model(
         units = of.attention["attn_kv_b"].matrix.units
         return latent_weights(latent, packed.architecture.heads, multiply, site.dense.bias, units, device)
 
-    latent = packed.architecture.latent if caches_latents(packed) else None
+    latent, inputs = kept_latents(packed, find_backend("cuda")), packed.per_layer
+    eps = float(packed.architecture.norm_eps)
     latent_sites = [name for name in LATENT_SITES if name in packed.layers[0].attention]
     tied, output_bias = packed.output is packed.embedding, packed.scaled_output_norm_bias
     output_here = plan is None or plan.output
@@ -193,6 +208,7 @@ def load_model(
         output=embedding if tied else kernels.load_rows(packed.output, device, place=place(output_here)),
         output_norm=load_vector(packed.scaled_output_norm, device),
         output_norm_bias=None if output_bias is None else load_vector(output_bias, device),
+        per_layer=None if inputs is None else load_per_layer_inputs(inputs, eps, device, kernels),
     )
     kernels.synchronize(device)  # kernels read weights before they wait for what is ahead
     if plan is not None:

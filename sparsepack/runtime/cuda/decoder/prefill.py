@@ -124,6 +124,7 @@ class Prefill:
         model, kernels, eps = self._model, self._kernels, self._model.architecture.norm_eps
         x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
         kernels.embed(model.embedding, ids, x, model.architecture.embedding_scale)
+        inputs = None if model.per_layer is None else model.per_layer.prefill(ids, x, kernels)
         update: Product | None = None  # that x still lacks
         update_norm: Tensor | None = None  # which comes before
         scalar = 1.0  # which comes behind
@@ -143,6 +144,9 @@ class Prefill:
                 update = self._multiply(layer.attention["attn_out"], kernels.to_scaled_fp16(attn_output))
                 normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, after_attention, mlp_bias)
                 update, update_norm, scalar = self._mlp(layer, normed, x, filled), after_mlp, layer.scalar
+                if inputs is not None and layer.per_layer is not None:
+                    kernels.add(x, update, update_norm, eps)
+                    update, update_norm = layer.per_layer.prefill(x, inputs, kernels), layer.per_layer.norm
         if update is not None:
             kernels.add(x, update, update_norm, eps, scalar)
         return x

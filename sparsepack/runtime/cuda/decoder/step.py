@@ -1,7 +1,8 @@
 """The blocks of a model in order for a step: one token of each sequence.
 
 Five kernels a layer (more where attention takes more than one, or the basis of the residual stream changes first; two
-more with post norms or LayerNorms, one with norms of all heads together or of experts apart), which wait for no host.
+more with post norms or LayerNorms, one with norms of all heads together or of experts apart, four with an input of the
+layer), which wait for no host.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,6 +17,7 @@ from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
 from sparsepack.runtime.cuda.attention.states import States
 from sparsepack.runtime.cuda.decoder.buffers import Buffers, Launch, MlpStep, batch_buffers, single_buffers
 from sparsepack.runtime.cuda.decoder.model import CudaModel
+from sparsepack.runtime.cuda.decoder.per_layer import PerLayerStep
 from sparsepack.runtime.cuda.decoder.sites import CudaExpertsSite, CudaSite
 from sparsepack.runtime.cuda.decoder.step_end import CudaThresholdController, new_cuda_controller
 from sparsepack.runtime.cuda.decoder.token_mixers import MixerStep, token_mixers
@@ -56,7 +58,11 @@ class Step:
         self._workspace = model.layers[0].mlp.new_workspace(sequences, kernels)
         self._buffers = (batch_buffers if together else single_buffers)(model, embedded, kernels)
         self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if model.post_norms else None
-        self._first = partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)
+        self._first: list[Launch] = [partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)]
+        inputs = model.per_layer
+        self._per_layer = None if inputs is None else PerLayerStep(inputs, self.ids, embedded, kernels)
+        if self._per_layer is not None:
+            self._first += self._per_layer.begin()
         last, norm = self._buffers[-1].y.view(sequences, -1), model.output_norm
         product = partial(kernels.product, model.output, cap=float(a.logit_cap), candidates=candidates)
         self._last: list[Launch] = [partial(product, last, self.logits, norm=norm, eps=float(a.norm_eps))]
@@ -79,7 +85,7 @@ class Step:
     def _put_together(self, sparse: bool) -> list[Launch]:
         layers = [self._layer(number, of, sparse) for number, of in enumerate(self._buffers)]
         end = partial(self._end, controller=self.controller) if sparse else self._end
-        return [self._first, *(launch for layer in layers for launch in layer), *self._last, end]
+        return [*self._first, *(launch for layer in layers for launch in layer), *self._last, end]
 
     def run(self, sparse: bool) -> None:
         """Put the kernels of a step on the current stream. Sites without a rule are dense in sparse steps, too."""
@@ -125,10 +131,16 @@ class Step:
         yield from layer.mlp.step(replace(of_mlp, of=alone), self._workspace, self._kernels)
         flag_in_data = flag_in_data and layer.mlp.parts(sequences, self._kernels) is not None
         squares_of_y = None if layer.attn_norm is None else of.squares_of_y  # blocks are alike in that
-        launch = self._post_norm(of_the_mlp, of.between, after_mlp, of.y, squares_of_y, flag_in_data)
+        inputs, own = self._per_layer, layer.per_layer
+        y, squares = (of.y, squares_of_y) if inputs is None else (inputs.unadded, None)
+        launch = self._post_norm(of_the_mlp, of.between, after_mlp, y, squares, flag_in_data)
         if layer.expert_norms is not None:
             launch = partial(launch, sums=(of_shared[0].view(sequences, -1), *layer.expert_norms))
-        yield partial(launch, scale=layer.scalar)
+        if inputs is None or own is None:
+            yield partial(launch, scale=layer.scalar)
+            return
+        yield launch
+        yield from inputs.add(own, of.y.view(sequences, -1), squares_of_y, layer.scalar)
 
     def _layer_norm(self, x: Input, norm: tuple[Tensor, Tensor], y: Tensor) -> Launch:
         """The launch that makes y the LayerNorm of x."""

@@ -78,6 +78,8 @@ class AttentionMixer:
     number -- of the block among those with keys and values
     norms  -- of the queries and of the keys of all heads together, with `eps`; None: there are none
     gated  -- whether the outputs of heads are multiplied by gates
+    shared -- whether keys and values are those of an earlier block, which must have left them: queries are not read
+              before the kernel ahead has ended
     """
 
     cache: CudaKvCache
@@ -86,6 +88,7 @@ class AttentionMixer:
     number: int
     norms: tuple[Tensor, Tensor] | None
     gated: bool
+    shared: bool = False
 
     @property
     def flag_in_data(self) -> bool:
@@ -93,12 +96,13 @@ class AttentionMixer:
 
     def step(self, step: MixerStep) -> Iterator[Launch]:
         of, sequences = step.of, len(self.cache.lengths)
+        flag_in_data = of.flag_in_data and self.flag_in_data and not self.shared
         qkv, out = of.qkv.view(sequences, -1), of.attn_output.view(sequences, -1)
         if self.norms is not None and of.normed is not None:
             normed, eps = of.normed.view(sequences, -1), float(self.architecture.norm_eps)
             yield partial(self.kernels.norm_rows, qkv, self.norms, eps, normed, flag_in_data=of.flag_in_data)
             qkv = normed
-        yield partial(self.cache.step, self.number, qkv, step.sparse, out, of.flag_in_data and self.flag_in_data)
+        yield partial(self.cache.step, self.number, qkv, step.sparse, out, flag_in_data)
 
     def prefill(self, of: MixerPrompt) -> Tensor:
         rows = of.rows
@@ -227,7 +231,8 @@ def token_mixers(model: CudaModel, cache: CudaKvCache, states: States, kernels: 
         else:
             block = a.blocks[number].mixer
             gated = isinstance(block, Attention) and block.gated
-            found.append(AttentionMixer(cache, kernels, a, cached[number], layer.row_norms, gated))
+            shared = isinstance(block, Attention) and block.source is not None
+            found.append(AttentionMixer(cache, kernels, a, cached[number], layer.row_norms, gated, shared))
     return found
 
 

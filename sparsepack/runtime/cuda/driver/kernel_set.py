@@ -85,6 +85,7 @@ class Kernels:
     label_append = staticmethod(double_sparsity.label_append)
     post_norm = staticmethod(dense.post_norm)
     layer_norm = staticmethod(dense.layer_norm)
+    gate_inputs = staticmethod(dense.gate_inputs)
     norm_rows = staticmethod(dense.norm_rows)
     norm_latents = staticmethod(dense.norm_latents)
     join_latents = staticmethod(latents.join_latents)

@@ -173,7 +173,8 @@ def gated(gate: Product, up: Product, activation: int) -> ScaledFp16:
 
 
 def split_heads(parameters: AttentionParameters, qkv: Product, first: int, sequence: int = 0) -> Tensor:
-    """Norm and rotate q and k of the positions `first` .. first + S - 1 of a sequence, and append k and v to its cache.
+    """Norm and rotate q and k of the positions `first` .. first + S - 1 of a sequence, and append k and v to its cache;
+    of a layer that reads another's there is q alone.
 
     qkv -- [S, rows] as `attend` takes them; gates are left alone
 
@@ -190,10 +191,12 @@ def split_heads(parameters: AttentionParameters, qkv: Product, first: int, seque
             f"ROTARY_DIM={2 * cos.shape[1]}",
             *(f"NEIGHBOURS={int(shape.neighbours)}", f"OUTPUT_GATES={int(layer.gated)}"),
             f"K_EQ_V={int(layer.k_eq_v)}",
+            *(("SHARED_KV=1",) if layer.source is not None else ()),
         )
+        kept = 0 if layer.source is not None else 2 * kv_heads
         launch(
             kernel("prefill", "split_heads", defines, keys.device.index or 0),
-            (len(q), -(-(shape.heads + 2 * kv_heads) // HEADS)),
+            (len(q), -(-(shape.heads + kept) // HEADS)),
             HEADS * 32,
             *(qkv.sums, qkv.factor, qkv.inverse, qkv.bias, layer.q_norm, layer.k_norm, parameters.v_norm),
             float(shape.eps),
@@ -345,6 +348,22 @@ def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *,
         NORM_THREADS,
         *(x, *norm, width, float(eps), y),
     )
+
+
+def gate_inputs(gates: Tensor, inputs: Tensor, activation: int, y: Tensor) -> None:
+    """Put y = activation(gates) * inputs on the current stream: float32 [B, width] each, whose last axes are
+    contiguous; rows of inputs may lie apart."""
+    if not gates.shape == inputs.shape == y.shape or inputs.stride(1) != 1:
+        shapes = [list(of.shape) for of in (gates, inputs, y)]
+        raise ValueError(f"gates, inputs, y {shapes}: expected the same")
+    rows, width = gates.shape
+    if rows:
+        launch(
+            kernel("per_layer", "gate_inputs", (f"ACTIVATION={activation}",), gates.device.index or 0),
+            (-(-width // 256), rows),
+            256,
+            *(gates, inputs, width, inputs.stride(0), y),
+        )
 
 
 def post_norm(

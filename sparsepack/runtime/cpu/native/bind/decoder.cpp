@@ -131,6 +131,22 @@ public:
         model_.layers.back().k_eq_v = true;
     }
 
+    // What the last layer adds by an input of its own.
+    void set_per_layer(std::shared_ptr<RowsMatrix> gate, std::shared_ptr<RowsMatrix> projection, Vector norm) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().per_layer = PerLayer{&gate->view, &projection->view, copied(norm)};
+        model_.owners.push_back(std::move(gate));
+        model_.owners.push_back(std::move(projection));
+    }
+
+    // Where these inputs come from. The table's bytes stay where they are.
+    void set_per_layer_inputs(Array<const uint8_t, 2> bytes, int64_t columns, int32_t type,
+                              std::shared_ptr<RowsMatrix> projection, Vector norm, float scale, float eps) {
+        model_.per_layer = PerLayerInputs{table(bytes, columns, type), &projection->view, copied(norm), scale, eps};
+        model_.owners.push_back(std::make_shared<Array<const uint8_t, 2>>(std::move(bytes)));
+        model_.owners.push_back(std::move(projection));
+    }
+
     // Sets what all that leaves the last layer is multiplied by.
     void set_scalar(float scalar) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
@@ -171,10 +187,7 @@ public:
 
     // The embedding's bytes stay where they are.
     void set_embedding(Array<const uint8_t, 2> bytes, int64_t columns, int32_t type) {
-        if (!block_columns(type) || columns % block_columns(type) ||
-            int64_t(bytes.shape(1)) != row_bytes(type, columns))
-            throw std::invalid_argument("embedding: expected [rows, bytes per row]");
-        model_.embedding = {bytes.data(), int64_t(bytes.shape(0)), columns, type};
+        model_.embedding = table(bytes, columns, type);
         model_.owners.push_back(std::make_shared<Array<const uint8_t, 2>>(std::move(bytes)));
     }
 
@@ -194,6 +207,13 @@ public:
     }
 
 private:
+    static Rows table(const Array<const uint8_t, 2>& bytes, int64_t columns, int32_t type) {
+        if (!block_columns(type) || columns % block_columns(type) ||
+            int64_t(bytes.shape(1)) != row_bytes(type, columns))
+            throw std::invalid_argument("embedding: expected [rows, bytes per row]");
+        return {bytes.data(), int64_t(bytes.shape(0)), columns, type};
+    }
+
     Model model_;
 };
 
@@ -319,6 +339,9 @@ void bind_decoder(nb::module_& m) {
         .def("set_gated", &Builder::set_gated)
         .def("set_k_eq_v", &Builder::set_k_eq_v)
         .def("set_scalar", &Builder::set_scalar, "scalar"_a)
+        .def("set_per_layer", &Builder::set_per_layer, "gate"_a, "projection"_a, "norm"_a)
+        .def("set_per_layer_inputs", &Builder::set_per_layer_inputs, nb::kw_only(), "bytes"_a, "columns"_a, "type"_a,
+             "projection"_a, "norm"_a, "scale"_a, "eps"_a)
         .def("set_delta_net", &Builder::set_delta_net, nb::kw_only(), "key_heads"_a, "value_heads"_a, "key_dim"_a,
              "value_dim"_a, "taps"_a, "gates"_a, "conv"_a, "rate"_a, "bias"_a, "norm"_a)
         .def("set_mamba", &Builder::set_mamba, nb::kw_only(), "heads"_a, "head_dim"_a, "groups"_a, "state"_a, "taps"_a,

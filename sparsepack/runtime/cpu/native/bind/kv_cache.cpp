@@ -28,7 +28,7 @@ namespace {
 template <int dimensions, class T = float>
 using Array = nb::ndarray<const T, nb::ndim<dimensions>, nb::c_contig, nb::device::cpu>;
 using Norm = std::optional<Array<1>>;
-using Layers = std::vector<std::tuple<int32_t, Norm, Norm, int32_t, Norm, int32_t, int32_t, bool>>;
+using Layers = std::vector<std::tuple<int32_t, Norm, Norm, int32_t, Norm, int32_t, int32_t, bool, int32_t>>;
 using Tables = std::vector<std::pair<Array<2>, Array<2>>>;
 
 template <class T>
@@ -39,8 +39,9 @@ auto copied(const T& x) {
 std::vector<LayerAttention> made_of(const Layers& layers) {
     std::vector<LayerAttention> made;
     auto given = [](const Norm& of) { return of ? copied(*of) : std::vector<float>(); };
-    for (const auto& [window, q_norm, k_norm, table, sinks, kv_heads, head_dim, value_norm] : layers)
-        made.push_back({window, given(q_norm), given(k_norm), table, given(sinks), kv_heads, head_dim, value_norm});
+    for (const auto& [window, q_norm, k_norm, table, sinks, kv_heads, head_dim, value_norm, source] : layers)
+        made.push_back(
+            {window, given(q_norm), given(k_norm), table, given(sinks), kv_heads, head_dim, value_norm, source});
     return made;
 }
 

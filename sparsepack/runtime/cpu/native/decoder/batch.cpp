@@ -13,6 +13,10 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
     int32_t first = batch * thread / pool_.threads(), last = batch * (thread + 1) / pool_.threads();
     float *normed = wide_normed_.data(), *inner = wide_inner_.data();
     for (int32_t t = first; t < last; ++t) look_up(ids[t], wide_x_.data() + int64_t(t) * s_.hidden);
+    if (model_.per_layer) {
+        pool_.barrier();
+        per_layer_inputs(ids, wide_x_.data(), batch, thread);
+    }
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
@@ -39,6 +43,7 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
             pool_.barrier();
             mlp_batch(number, batch, sparse, thread);
         }
+        add_per_layer_rows(number, first, last, batch);
         scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
     norm_rows(model_.output_norm, first, last);

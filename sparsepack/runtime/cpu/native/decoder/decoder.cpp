@@ -111,8 +111,9 @@ void check_mixer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     }
     check_site(layer.sites[ATTN_IN], into, s.hidden, name + " attn_in");
     check_site(layer.sites[ATTN_OUT], s.hidden, mixed, name + " attn_out");
-    expect(layer.gated + layer.k_eq_v + !layer.q_row_norm.empty() <= 1,
-           name + ": gates, keys for values, or queries normed together, not two of these");
+    bool shared = !layer.keeps_state() && a.shared;
+    expect(layer.gated + layer.k_eq_v + !layer.q_row_norm.empty() + shared + (shared && layer.latent) <= 1,
+           name + ": gates, keys for values, keys of another layer, or queries normed together, not two of these");
 }
 
 void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, const std::string& name) {
@@ -154,6 +155,12 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
     if (!layer.q_row_norm.empty())
         expect(layer.q_row_norm.size() == size_t(a.q_rows()) && layer.k_row_norm.size() == size_t(a.kv_rows()),
                name + ": norm of another length");
+    if (layer.per_layer) {
+        const PerLayer& of = *layer.per_layer;
+        expect(of.gate->rows > 0 && of.gate->columns == s.hidden && of.projection->rows == s.hidden &&
+                   of.projection->columns == of.gate->rows && of.norm.size() == size_t(s.hidden),
+               name + ": matrices of an input of the block of another shape");
+    }
     expect(!layer.basis || (layer.basis->rows == s.hidden && layer.basis->columns == s.hidden),
            name + ": basis of another shape");
 }
@@ -170,6 +177,17 @@ void check_model(const Model& m) {
     expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
+    for (const Layer& layer : m.layers)
+        expect(bool(layer.per_layer) == bool(m.per_layer), "inputs of some blocks, not of all");
+    if (m.per_layer) {
+        const PerLayerInputs& of = *m.per_layer;
+        const int64_t row = int64_t(m.layers.size() * of.norm.size());
+        for (const Layer& layer : m.layers)
+            expect(layer.per_layer->gate->rows == int64_t(of.norm.size()), "inputs of blocks of different widths");
+        expect(of.embedding.rows == s.vocabulary && of.embedding.columns == row && of.projection->rows == row &&
+                   of.projection->columns == s.hidden,
+               "table or projection of the inputs of blocks of another shape");
+    }
     expect(m.output_norm.size() == size_t(s.hidden) || m.output_norm.size() == 2 * size_t(s.hidden),
            "output norm of another length");
     attend = 0;
@@ -246,7 +264,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         delta = std::max(delta, shape.scratch());
         for (DeltaStates& states : states_) states.layers.emplace_back(shape);
     }
-    int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner, latents});
+    int64_t per_layer = model_.per_layer ? int64_t(model_.per_layer->norm.size()) : 0;
+    int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner, latents, per_layer});
     int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;
     for (const Layer& layer : model_.layers) {
         if (!layer.experts) continue;
@@ -284,6 +303,8 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     for (int i = 0; i < 2; ++i) partial_sums_[i] = Buffer<float>(padded[i]);
     sum_ = Buffer<float>(s_.hidden);
     changed_ = Buffer<float>(s_.hidden);
+    if (per_layer) per_layer_ = Buffer<float>(model_.per_layer->embedding.columns);
+    per_layer_gate_ = Buffer<float>(per_layer);
     attn_output_ = Buffer<float>(inner);
     delta_gates_ = Buffer<float>(delta_gates);
     mamba_rows_ = Buffer<float>(batch * mamba_rows);
@@ -312,6 +333,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.heads = Buffer<float>(own_heads);
         own.delta = Buffer<float>(delta);
         own.latents = Buffer<float>(latents);
+        own.per_layer = Buffer<float>(per_layer_.size());
         own.scores.resize(experts);
         own.attention = Buffer<float>(cache_->scratch(1));
         own.neuron_input = Buffer<uint8_t>(neuron_input_bytes((s_.hidden + BAND_ROWS - 1) / BAND_ROWS));

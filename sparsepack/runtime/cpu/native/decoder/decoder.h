@@ -3,6 +3,7 @@
 // A token is one region of the pool. Its phases, a barrier after each:
 //
 //     per block:  [change of basis |] attn_in product | attention | attn_out product | mlp_in product | gate * up | mlp_mid product
+//                 [| gate of an input of the block | its projection]
 //     at the end: the output matrix
 //
 // Where an MLP is stored by neurons, its last three phases are: gate product | active neurons | their records. Where it is
@@ -106,6 +107,21 @@ struct Latent {
     int64_t scratch() const noexcept { return q_rank + kv_rows(); }
 };
 
+// What a block adds in the end by an input of its own that each token has: models/blocks.py, PerLayerInput.
+struct PerLayer {
+    const Rows* gate;         // [width][hidden]
+    const Rows* projection;   // [hidden][width]
+    std::vector<float> norm;  // [hidden], of what is added
+};
+
+// Where these inputs come from: of each token [layers][width] rows of a table and of a product with its embedding.
+struct PerLayerInputs {
+    Rows embedding;           // [vocabulary][layers width], as decoder/embedding.h reads it
+    const Rows* projection;   // [layers width][hidden]
+    std::vector<float> norm;  // [width], of the product, for each layer
+    float scale, eps;         // of the rows of the table, and of the norm
+};
+
 // Rows of mlp_in are those of the gate, then of up; without a gate of up alone, which then stands for both.
 struct Layer {
     Site sites[SITES];
@@ -124,6 +140,7 @@ struct Layer {
     std::optional<Mamba> mamba;           // likewise
     bool gated = false;                   // attention has an output gate: of each head rows of queries, then of gates
     bool k_eq_v = false;                  // attn_in has no rows of values, which are the keys as it gives them
+    std::optional<PerLayer> per_layer;    // what the block adds last
     float scalar = 1;                     // all that leaves the block is multiplied by it
     bool keeps_state() const { return delta_net || short_conv || mamba; }
     bool mixes() const { return sites[ATTN_IN].matrix; }              // it has attention, or what is in its place
@@ -137,6 +154,7 @@ struct Model {
     Rows embedding;                                // as decoder/embedding.h reads it
     Rows output;                                   // as the kernels read it
     std::vector<float> output_norm;                // [hidden], or [2 hidden]
+    std::optional<PerLayerInputs> per_layer;       // where blocks have `per_layer`
     std::vector<std::shared_ptr<KvCache>> caches;  // of each sequence, of one shape, empty; the decoder's from now on
     std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
 };
@@ -185,6 +203,7 @@ private:
         std::vector<float> weights;   // of these
         std::vector<float> scores;    // of all experts, where they are not chosen by logits
         Buffer<float> latents;        // of a token, and the part of keys that turns
+        Buffer<float> per_layer;      // [layers][width]: a row of the table of these inputs
         std::vector<float> bias;      // [hidden]: what those of mlp_mid add
         Buffer<float> made;           // [2][hidden]: what experts make, where it is normed
         std::vector<Product> products;
@@ -303,6 +322,11 @@ private:
                        bool sparse, float* y, int thread);
     void attend_latent_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
 
+    // decoder/per_layer.cpp
+    void per_layer_inputs(const int64_t* ids, const float* x, int32_t positions, int thread);
+    void add_per_layer(int layer, float* x, int thread);
+    void add_per_layer_rows(int layer, int32_t first, int32_t last, int32_t positions);
+
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
     void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
@@ -329,6 +353,8 @@ private:
     Buffer<float> partial_sums_[2];    // of neighbouring sites in turns: one may be read while the next is written
     Buffer<float> sum_;                // of these, where they are too many for every thread to add all
     Buffer<float> changed_;            // the hidden state in another basis
+    Buffer<float> per_layer_;          // [positions][layers][width]: inputs of blocks
+    Buffer<float> per_layer_gate_;     // [width] of the block at hand
     std::vector<DeltaStates> states_;  // of each sequence
     int32_t sequence_ = 0;             // the one at hand
     Buffer<float> mamba_rows_;         // rows of attn_in of state-space models, [sequences][rows]

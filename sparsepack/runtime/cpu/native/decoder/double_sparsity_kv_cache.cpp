@@ -21,7 +21,8 @@ DoubleSparsityKvCache::DoubleSparsityKvCache(AttentionShape shape, std::vector<L
       policy_(std::move(policy)) {
     expect(channels_.size() == layers_.size(), "channels: expected those of every layer");
     for (const AttentionShape& of : shapes_)
-        expect(of.kv_heads == shape.kv_heads && of.head_dim == shape.head_dim, "layers: heads of another size");
+        expect(of.kv_heads == shape.kv_heads && of.head_dim == shape.head_dim && !of.shared,
+               "layers: heads of another size, or keys and values of another layer");
     expect(policy_.budgets.size() == size_t(shape.context) + 1, "budgets: expected [context + 1]");
     expect(policy_.sinks >= 0 && policy_.recent >= 1, "sinks, recent: expected 0 and 1 at least");
     for (int64_t seen = 0; seen <= shape.context; ++seen) {

@@ -33,6 +33,7 @@ KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::
         if (layer.kv_heads) shape.kv_heads = layer.kv_heads;
         if (layer.head_dim) shape.head_dim = layer.head_dim;
         shape.half = tables_[layer.table].half;
+        shape.shared = layer.source >= 0;
         expect(shape.kv_heads > 0 && shape.heads % shape.kv_heads == 0,
                "layers: heads: expected a multiple of kv_heads");
         expect(shape.head_dim > 0 && shape.head_dim % 2 == 0 && 2 * shape.half <= shape.head_dim,
@@ -41,6 +42,14 @@ KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::
             expect(norm->empty() || norm->size() == size_t(shape.head_dim), "norm of another length");
         expect(layer.sinks.empty() || layer.sinks.size() == size_t(shape_.heads), "sinks: expected one of each head");
         expect(layer.window >= 0, "negative window");
+        if (shape.shared) {
+            expect(size_t(layer.source) < shapes_.size() && !shapes_[layer.source].shared,
+                   "layers: expected keys and values of an earlier layer that has its own");
+            const AttentionShape& there = shapes_[layer.source];
+            expect(there.kv_heads == shape.kv_heads && there.head_dim == shape.head_dim &&
+                       layers_[layer.source].window == layer.window,
+                   "layers: keys and values of another shape or window");
+        }
         shapes_.push_back(shape);
         if (layer.value_norm) ones_.resize(std::max(ones_.size(), size_t(shape.head_dim)), 1.0f);
     }
@@ -49,7 +58,7 @@ KvCache::KvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::
 void KvCache::copy(const KvCache& other, int64_t length) {
     const AttentionShape& there = other.shape_;
     auto alike = [&](const AttentionShape& one, const AttentionShape& of) {
-        return one.kv_heads == of.kv_heads && one.head_dim == of.head_dim;
+        return one.kv_heads == of.kv_heads && one.head_dim == of.head_dim && one.shared == of.shared;
     };
     expect(typeid(*this) == typeid(other) && shape_.context == there.context &&
                std::equal(shapes_.begin(), shapes_.end(), other.shapes_.begin(), other.shapes_.end(), alike),
@@ -98,8 +107,11 @@ void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
     int64_t width = shape.head_dim;
     for (int32_t p = first; p < last; ++p) {
         float *q = qkv + int64_t(p) * shape.qkv_rows(), *k = q + shape.q_rows(), *v = k + shape.kv_rows();
-        for (int32_t head = 0; head < shape.kv_heads; ++head)
-            append(layer, head, length_ + p, q + head * shape.gqa_ratio() * width, k + head * width, v + head * width);
+        if (shape.shared) k = v = nullptr;
+        for (int32_t head = 0; head < shape.kv_heads; ++head) {
+            float* of_head = q + head * shape.gqa_ratio() * width;
+            append(layer, head, length_ + p, of_head, k ? k + head * width : k, v ? v + head * width : v);
+        }
     }
 }
 
@@ -120,22 +132,27 @@ void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count
 
 DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,
                            const Kernels& kernels)
-    : KvCache(shape, std::move(layers), std::move(tables), kernels), starts_{0} {
-    for (int layer = 0; layer < this->layers(); ++layer)
-        starts_.push_back(starts_.back() + shapes_[layer].kv_heads * int64_t(shape.context) * stride(layer));
-    memory_ = Memory(starts_.back() * int64_t(sizeof(uint16_t)));
+    : KvCache(shape, std::move(layers), std::move(tables), kernels) {
+    int64_t end = 0;
+    for (int layer = 0; layer < this->layers(); ++layer) {
+        const bool shared = shapes_[layer].shared;
+        starts_.push_back(shared ? starts_[layers_[layer].source] : end);
+        if (!shared) end += shapes_[layer].kv_heads * int64_t(shape.context) * stride(layer);
+    }
+    memory_ = Memory(end * int64_t(sizeof(uint16_t)));
 }
 
 void DenseKvCache::copy_positions(const KvCache& other, int64_t length) {
     const auto& there = static_cast<const DenseKvCache&>(other);
     for (int layer = 0; layer < layers(); ++layer)
-        for (int32_t head = 0; head < shapes_[layer].kv_heads; ++head)
+        for (int32_t head = 0; !shapes_[layer].shared && head < shapes_[layer].kv_heads; ++head)
             std::copy_n(there.key(layer, head, 0), length * stride(layer), key(layer, head, 0));
 }
 
 void DenseKvCache::append(int layer, int32_t kv_head, int64_t position, float* q, float* k, float* v) {
     int32_t width = shapes_[layer].head_dim;
     prepare_queries(layer, q, position);
+    if (shapes_[layer].shared) return;
     apply_rope(layer, k, layers_[layer].k_norm, position);
     if (layers_[layer].value_norm) kernels_.rms_norm(v, ones_.data(), width, shape_.eps, v);
     kernels_.to_half(k, width, key(layer, kv_head, position));

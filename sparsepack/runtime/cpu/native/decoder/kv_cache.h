@@ -14,15 +14,16 @@ namespace sparsepack {
 
 struct AttentionShape {
     int32_t heads, kv_heads, head_dim, context;
-    float eps;        // of the heads' norms
-    int32_t half;     // the first 2 half channels of a head turn, i with half + i
-    float scale = 0;  // what products of queries and keys are multiplied by
-    float cap = 0;    // a score s becomes cap tanh(s / cap); 0: it stays
+    float eps;            // of the heads' norms
+    int32_t half;         // the first 2 half channels of a head turn, i with half + i
+    float scale = 0;      // what products of queries and keys are multiplied by
+    float cap = 0;        // a score s becomes cap tanh(s / cap); 0: it stays
+    bool shared = false;  // keys and values are those of another layer, and attn_in has no rows of them
 
     int32_t gqa_ratio() const noexcept { return heads / kv_heads; }
     int32_t q_rows() const noexcept { return heads * head_dim; }
     int32_t kv_rows() const noexcept { return kv_heads * head_dim; }
-    int32_t qkv_rows() const noexcept { return q_rows() + 2 * kv_rows(); }
+    int32_t qkv_rows() const noexcept { return q_rows() + (shared ? 0 : 2 * kv_rows()); }
 };
 
 // Norms [head_dim] of every head before it is rotated, or empty. sinks: [heads], as kernels.h has them, or empty.
@@ -33,6 +34,7 @@ struct LayerAttention {
     std::vector<float> sinks = {};
     int32_t kv_heads = 0, head_dim = 0;  // 0: those of the shape
     bool value_norm = false;             // each head's values are divided by their root mean square
+    int32_t source = -1;                 // the earlier layer whose keys and values it reads; -1: it has its own
 };
 
 // How positions turn: [context][half].
@@ -87,7 +89,8 @@ public:
     void scale_queries(std::vector<float> by);
 
     // Any thread, for a position and key head of its own: norms and rotates the query heads q [gqa_ratio][head_dim] and
-    // the key k [head_dim] in place, norms v, and keeps k and v. Counts nothing: see `advance`.
+    // the key k [head_dim] in place, norms v, and keeps k and v; where these are another layer's, k and v are not looked
+    // at. Counts nothing: see `advance`.
     virtual void append(int layer, int32_t kv_head, int64_t position, float* q, float* k, float* v) = 0;
 
     // Any thread: softmax(q k^T scale) v over the positions that each query sees, up to its own. The first
@@ -96,7 +99,7 @@ public:
     virtual int64_t scratch(int32_t positions) const = 0;
 
     // `append` and `attend` for the positions after the cached ones and all heads: qkv [count][qkv_rows] holds q, then
-    // k, then v. One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
+    // k, then v, or q alone. One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
     void append_rows(int layer, float* qkv, int32_t first, int32_t last);
     void attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
                      bool sparse = false) const;
@@ -151,7 +154,7 @@ protected:
     int64_t stride(int layer) const noexcept { return 2 * int64_t(shapes_[layer].head_dim); }
 
 private:
-    std::vector<int64_t> starts_;  // where each layer begins in `memory_`, and where the last one ends
+    std::vector<int64_t> starts_;  // where each layer begins in `memory_`
     Memory memory_;
 };
 

@@ -23,11 +23,13 @@ void Decoder::grow_wide(int64_t positions) {
         }
         if (layer.gated || layer.k_eq_v || layer.latent)
             qkv = std::max<int64_t>(qkv, cache_->shape(layer.kept).qkv_rows());
+        if (layer.per_layer) inner = std::max<int64_t>(inner, layer.per_layer->gate->rows);
         if (layer.delta_net) delta_gates_.grow(positions * 2 * layer.delta_net->shape.value_heads);
     }
     wide_rows_.grow(positions * rows);
     wide_inner_.grow(positions * std::max<int64_t>({inner, s_.intermediate, s_.hidden}));
     if (qkv) wide_qkv_.grow(positions * qkv);
+    if (model_.per_layer) per_layer_.grow(positions * model_.per_layer->embedding.columns);
     if (!model_.layers.empty() && model_.layers[0].gates)
         wide_inputs_.grow(positions * neuron_input_stride(model_.layers[0].gates->bands));
     if (!starts_.size()) return;
@@ -63,6 +65,10 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
     int32_t first = int32_t(int64_t(count) * thread / pool_.threads());
     int32_t last = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
     for (int32_t p = first; p < last; ++p) look_up(ids[p], wide_x_.data() + int64_t(p) * s_.hidden);
+    if (model_.per_layer) {
+        pool_.barrier();
+        per_layer_inputs(ids, wide_x_.data(), count, thread);
+    }
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
@@ -77,6 +83,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
             pool_.barrier();
             mlp_rows(number, first, last, count, thread);
         }
+        add_per_layer_rows(number, first, last, count);
         scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
     if (!logits) return;

@@ -39,6 +39,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
     Scratch& own = scratch_[thread];
     float *x = own.x.data(), *normed = own.normed.data();
     look_up(id, x);
+    if (model_.per_layer) per_layer_inputs(&id, x, 1, thread);
     for (int number = 0; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
@@ -51,6 +52,7 @@ void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
             norm(x, layer.mlp_norm, normed);
             add_to(x, mlp(number, normed, sparse, thread), layer.mlp_post_norm, thread);
         }
+        add_per_layer(number, x, thread);
         scale(number, 1, x);
     }
     norm(x, model_.output_norm, normed);
@@ -238,12 +240,12 @@ void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head
         read(qkv, q_rows + int64_t(kv_head) * width, width, k);
     } else if (of.q_row_norm.empty()) {
         read(qkv, int64_t(kv_head) * grouped, grouped, q);
-        read(qkv, a.q_rows() + int64_t(kv_head) * width, width, k);
+        if (!a.shared) read(qkv, a.q_rows() + int64_t(kv_head) * width, width, k);
     } else {
         memcpy(q, own.rows.data() + int64_t(kv_head) * grouped, grouped * sizeof(float));
         memcpy(k, own.rows.data() + a.q_rows() + int64_t(kv_head) * width, width * sizeof(float));
     }
-    read(qkv, q_rows + (of.k_eq_v ? 0 : a.kv_rows()) + int64_t(kv_head) * width, width, v);
+    if (!a.shared) read(qkv, q_rows + (of.k_eq_v ? 0 : a.kv_rows()) + int64_t(kv_head) * width, width, v);
     cache.append(of.kept, kv_head, cache.length(), q, k, v);
     y += int64_t(kv_head) * grouped;
     cache.attend(of.kept, kv_head, cache.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});

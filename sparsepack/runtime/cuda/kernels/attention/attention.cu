@@ -22,6 +22,8 @@
 // (position, head) pairs. Those become weights, which meet in shared memory; of values, each lane then takes the same
 // channels of all rows, so that its sums need no other lane's.
 //
+// Where SHARED_KV, another layer's attention has written the row of the new position, which is then like the others.
+//
 // Sums over a warp's rows, the warps of a block, the blocks: each in order, so that the same bits come every run. Each
 // block finishes a slice of the result: the others hand their partial outputs to it (common/flag_in_data.cuh). Blocks
 // of a cluster could write them to each other's shared memory, but an H100 has room for 7 clusters of 16 at a time, a
@@ -50,7 +52,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     extern __shared__ __align__(16) u8 memory[];
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const int split = blockIdx.x, splits = gridDim.x, kv_head = blockIdx.y, b = blockIdx.z;
-    const bool newest = split == splits - 1;  // this block takes the new position
+    const bool newest = !SHARED_KV && split == splits - 1;  // this block takes the new position, apart from the others
 
     // The new rows are the warps' tasks: the queries 0 .. GQA_RATIO - 1 and, where they are cached, key GQA_RATIO and
     // value GQA_RATIO + 1. A lane has pairs of channels, which rotary embedding rotates together (rotary.cuh).

@@ -14,7 +14,8 @@
 //         lies behind each row of queries, by whose sigmoid the result is multiplied; VALUE_DIM: so many channels of a
 //         head's result are left, values have zeros behind them; K_EQ_V 1: no values come in, they are the keys before norm
 //         and rotation; LATENTS 1: there is one key head, which all query heads read, kv_heads groups of GQA_RATIO, and its
-//         channels behind ROTARY_DIM are the values; AHEAD 1: bring the first rows to the L2 cache before the kernel may
+//         channels behind ROTARY_DIM are the values; SHARED_KV 1: queries alone come in, keys and values of the new position are
+//         in the cache; AHEAD 1: bring the first rows to the L2 cache before the kernel may
 //         begin; FLAG_IN_DATA 1: q, k and v are read as soon as they are written (common/flag_in_data.cuh), not when the
 //         kernel before has ended
 
@@ -41,6 +42,9 @@
 #endif
 #ifndef K_EQ_V
 #define K_EQ_V 0
+#endif
+#ifndef SHARED_KV
+#define SHARED_KV 0
 #endif
 #ifndef GQA_RATIO
 #define GQA_RATIO 4

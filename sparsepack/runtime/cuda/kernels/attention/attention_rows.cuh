@@ -11,12 +11,13 @@
 // The exponent of a power of two.
 __device__ __forceinline__ int log2_of(int x) { return 31 - __clz(x); }
 
-// A block's share of the positions before the new one: first, first + 1, .. splits is a power of two.
+// A block's share of the positions before the new one, or where SHARED_KV with it: first, first + 1, .. splits is a power
+// of two.
 struct PositionShare {
     int first, count;
     __device__ __forceinline__ PositionShare(int position, int window, int splits, int split) {
         const int oldest = window ? max(0, position + 1 - window) : 0;
-        const int old = position - oldest;
+        const int old = position + SHARED_KV - oldest;
         const int each = (old + splits - 1) >> log2_of(splits);
         const int begin = min(split * each, old);
         first = oldest + begin;
@@ -60,7 +61,7 @@ __device__ __forceinline__ void load_cached(const u8* at, float* x) {
 
 // The rows of HEAD_DIM numbers that are new of a sequence: of each query head its queries, where OUTPUT_GATES then its
 // gates; then keys, then values, which with K_EQ_V are the keys. Where LATENTS, keys are one row, and values the
-// same.
+// same; where SHARED_KV, there are neither.
 struct NewRows {
     static constexpr int QUERY_ROWS = OUTPUT_GATES ? 2 : 1;
     const float* first;  // of the sequence
@@ -68,7 +69,10 @@ struct NewRows {
 
     __device__ __forceinline__ NewRows(const float* qkv, int sequence, int kv_heads, int kv_head)
         : first(qkv + (long long)sequence *
-                          (QUERY_ROWS * GQA_RATIO * kv_heads + (LATENTS ? 1 : (2 - K_EQ_V) * kv_heads)) * HEAD_DIM),
+                          (QUERY_ROWS * GQA_RATIO * kv_heads + (LATENTS     ? 1
+                                                                : SHARED_KV ? 0
+                                                                            : (2 - K_EQ_V) * kv_heads)) *
+                          HEAD_DIM),
           kv_heads(kv_heads),
           kv_head(kv_head) {}
     // Of the key head the queries 0 .. GQA_RATIO - 1, its key GQA_RATIO, its value GQA_RATIO + 1.

@@ -35,6 +35,9 @@
 #ifndef K_EQ_V
 #define K_EQ_V 0
 #endif
+#ifndef SHARED_KV
+#define SHARED_KV 0
+#endif
 #ifndef NORMED
 #define NORMED 0
 #endif
@@ -269,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(256)
     launch_dependents();
     wait_for_previous();
     const int row = blockIdx.x, lane = threadIdx.x % 32, head = blockIdx.y * 8 + threadIdx.x / 32;
-    const int all = heads + 2 * kv_heads;
+    const int all = heads + (SHARED_KV ? 0 : 2 * kv_heads);  // there are queries alone
     if (head >= all) return;
     constexpr int MORE = OUTPUT_GATES;  // rows that a query head has beside its queries
     const int same = K_EQ_V && head >= heads + kv_heads ? kv_heads : 0;  // values are keys
