@@ -210,7 +210,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 scales_thresholds=True,
                 pads_tails=True,
                 latent_width=640,
-                traits=frozenset(TRAITS) - {STATE_SPACES, ALONE},
+                traits=frozenset(TRAITS),
             ),
             Backend(
                 "metal",

@@ -108,6 +108,11 @@ def check_divides(packed: PackedModel) -> None:
         raise UserError(f"vram: {PLAIN}")
     if packed.architecture.state_layers:
         raise UserError("vram: models that keep a state are not divided between a GPU and the host yet; leave it out")
+    if any(block.mixer is None or block.mlp is None for block in packed.architecture.blocks):
+        raise UserError(
+            "vram: models whose blocks are attention or an MLP alone are not divided between a GPU and the host yet; "
+            "leave it out"
+        )
     if packed.architecture.blocks[0].layer_norms:
         raise UserError("vram: models with LayerNorm are not divided between a GPU and the host yet; leave it out")
     if packed.architecture.global_heads:

@@ -15,6 +15,7 @@ import simulated_between as between
 import simulated_delta_net as delta_net
 import simulated_double_sparsity as double_sparsity
 import simulated_experts as experts
+import simulated_mamba as mamba
 import simulated_products as products
 import simulated_short_conv as short_conv
 import torch
@@ -97,6 +98,8 @@ class SimulatedKernels(kernel_set.Kernels):
     attend = staticmethod(between.attend)
     delta_step = staticmethod(delta_net.delta_step)
     delta_prefill = staticmethod(delta_net.delta_prefill)
+    mamba_step = staticmethod(mamba.mamba_step)
+    mamba_prefill = staticmethod(mamba.mamba_prefill)
     short_conv_step = staticmethod(short_conv.short_conv_step)
     short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     post_norm = staticmethod(between.post_norm)

@@ -9,8 +9,8 @@ import simulated
 import torch
 from backends import largest_difference, skip_lacking
 from decoder_steps import steps
+from packed_models import NEMOTRON_H, random_model, stock_model, with_rules
 from packed_models import VARIANTS as COMMON
-from packed_models import random_model, stock_model, with_rules
 from pairwise import each_value
 from torch import Tensor
 
@@ -30,7 +30,13 @@ STARTS = [0, 6, 12]
 INTERLEAVED = "gate and up in one product"
 SEGMENTS = "segments of one block"
 BLOCKS = {"hidden_size": 128, "intermediate_size": 768, "attention_bias": True, "mlp_bias": True}
-OTHERS: dict[str, dict[str, Any]] = {INTERLEAVED: BLOCKS, SEGMENTS: {"num_hidden_layers": 3, "bases": (1, 2)}}
+ALONE = "blocks that are a mixer or an MLP alone"
+KINDS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
+OTHERS: dict[str, dict[str, Any]] = {
+    INTERLEAVED: BLOCKS,
+    SEGMENTS: {"num_hidden_layers": 3, "bases": (1, 2)},
+    ALONE: {**NEMOTRON_H, "layers_block_type": KINDS},
+}
 ROUNDED = 0.1
 """Largest difference of a logit after a prefill, whose inputs are rounded to float16; 0.025 measured, 0.07 where that
 decides about a column."""

@@ -36,6 +36,10 @@ DELTA_NETS = [
     (f"KEY_DIM={key}", f"VALUE_DIM={value}", f"RATIO={ratio}", f"TAPS={taps}")
     for key, value, ratio, taps in ((128, 128, 3, 4), (8, 12, 1, 3), (256, 250, 4, 5))
 ]
+MAMBA = [
+    (f"KEY_DIM={state}", f"VALUE_DIM={width}", f"RATIO={ratio}", f"TAPS={taps}", f"GROUP={group}")
+    for state, width, ratio, taps, group in ((128, 64, 8, 4, 512), (14, 10, 2, 3, 30), (256, 250, 2, 5, 1000))
+]
 VARIANTS = {
     "offloaded_product": [
         (f"INPUTS={texts}", f"GATED={gated}", "ACTIVATION=1") for texts in (1, 3, 8) for gated in (0, 1, 2)
@@ -93,6 +97,12 @@ VARIANTS = {
         for of_heads, rounds, flag in ((DELTA_NETS[0], 10, 1), (DELTA_NETS[1], 1, 0), (DELTA_NETS[2], 18, 1))
     ],
     "delta_prefill": DELTA_NETS,
+    "mamba_step": [(*of, f"FLAG_IN_DATA={flag}") for of, flag in zip(MAMBA, (1, 0, 1), strict=True)],
+    "mamba_prefill": MAMBA,
+    "state_chunks": [
+        (*of_heads[:3], "RULE_WARPS=4", f"CORRECTS={corrects}")
+        for of_heads, corrects in ((DELTA_NETS[0], 1), (MAMBA[0], 0), (DELTA_NETS[2], 1), (MAMBA[1], 0), (MAMBA[2], 0))
+    ],
     "per_layer": [(f"ACTIVATION={number}",) for number in (0, 3)],
     "short_conv": [("TAPS=3", "FLAG_IN_DATA=1"), ("TAPS=16", "FLAG_IN_DATA=0")],
     "latent_products": [

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.blocks import DeltaNet
-from sparsepack.runtime.cuda.attention import delta_net
+from sparsepack.runtime.cuda.attention import delta_net, state_chunks
 from sparsepack.runtime.cuda.attention.delta_net import (
     DeltaNetParameters,
     delta_net_parameters,
@@ -39,8 +39,9 @@ def device(
     request: pytest.FixtureRequest, emulation: Emulation, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[torch.device]:
     if request.param == "processor":
-        monkeypatch.setattr(delta_net, "kernel", emulation.kernel)
-        monkeypatch.setattr(delta_net, "launch", emulation.launch)
+        for module in (delta_net, state_chunks):
+            monkeypatch.setattr(module, "kernel", emulation.kernel)
+            monkeypatch.setattr(module, "launch", emulation.launch)
         yield torch.device("cpu")
     else:
         yield torch.device("cuda", torch.cuda.current_device())

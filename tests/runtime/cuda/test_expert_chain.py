@@ -8,7 +8,17 @@ import pytest
 import simulated
 import torch
 from backends import largest_difference
-from packed_models import DELTA_MIXTURE, GPT_OSS, LATENTS, LFM2_MOE, random_model, stock_model, with_levels, with_rules
+from packed_models import (
+    DELTA_MIXTURE,
+    GPT_OSS,
+    LATENTS,
+    LFM2_MOE,
+    NEMOTRON_H,
+    random_model,
+    stock_model,
+    with_levels,
+    with_rules,
+)
 from pairwise import each_value
 from simulated_decoders import IDS, ROUNDED, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
@@ -70,10 +80,27 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "norm_topk_prob": True,
     },
 }
+TOO_FEW = "nemotron_h, too few blocks for flags"
 VARIANTS |= {
     "gpt_oss": GPT_OSS,
     "states": {**DELTA_MIXTURE, "num_experts": 4, "num_experts_per_tok": 1},
     "lfm2_moe": LFM2_MOE,
+    "nemotron_h": NEMOTRON_H,
+    "nemotron_h, one kind after itself": {
+        **NEMOTRON_H,
+        "layers_block_type": [
+            *("mlp", "mlp", "linear_attention", "linear_attention", "full_attention"),
+            *("full_attention", "moe", "moe", "linear_attention", "moe"),
+        ],
+    },
+    "nemotron_h, whole bands": {
+        **NEMOTRON_H,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+        "moe_intermediate_size": 256,
+        "moe_shared_expert_intermediate_size": 512,
+        "seed": 4,
+    },
+    TOO_FEW: {**NEMOTRON_H, "layers_block_type": ["full_attention", "moe"]},
     "deepseek_v3, groups, dense first": {
         "model_type": "deepseek_v3",
         **LATENTS,
@@ -109,7 +136,6 @@ VARIANTS |= {
     },
     "gpt_oss, gate beside up": {**GPT_OSS, "intermediate_size": 256, "num_local_experts": 3},
 }
-every_variant = pytest.mark.parametrize("variant", VARIANTS)
 
 
 @cache
@@ -155,7 +181,8 @@ def test_experts_that_have_more_positions_than_room_are_computed_again(
     assert [bool(made.filled.missed) for made in engine._prefill._prompts.values()] == [True, False][: len(rooms)]
 
 
-@every_variant
+# Steps of TOO_FEW are those of several sequences.
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != TOO_FEW])
 def test_steps_read_columns_of_experts_at_the_levels_of_their_inputs(variant: str) -> None:
     check_steps(model(variant, levels=True))
 
@@ -176,6 +203,8 @@ def test_prefill_computes_what_the_reference_computes(
             "odd width",
             "gate beside up, weights as they are",
             "lfm2_moe",
+            "nemotron_h",
+            "nemotron_h, one kind after itself",
             "deepseek_v3, groups, dense first",
             "deepseek_v2, queries without latents",
         ],

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from sparsepack.errors import UserError
 from sparsepack.models.blocks import DeltaNet
-from sparsepack.runtime.cuda.driver.kernel import Kernel, kernel, launch
+from sparsepack.runtime.cuda.attention.state_chunks import MOST_DIM, state_chunks
+from sparsepack.runtime.cuda.driver.kernel import kernel, launch
 from sparsepack.runtime.cuda.products.gemm_fp16 import Product, ScaledFp16
 from sparsepack.runtime.cuda.products.zigzag_products import Input
 from sparsepack.runtime.decoder import load_vector
@@ -20,13 +21,8 @@ if TYPE_CHECKING:
     from sparsepack.runtime.cuda.driver.kernel_set import Kernels
 
 STEP_THREADS = 512
-CHUNK = 64
-"""Prefill takes so many positions together (`kernels/attention/delta_prefill.cu`)."""
-CHUNK_THREADS, RULE_WARPS, RULE_STAGES = 256, 4, 4
-"""A block of `delta_chunks` has so many threads, one of `delta_rule` so many warps and stages of a ring."""
 TASKS = 8
-"""Warps of a block of the other kernels of prefill."""
-MOST_DIM = 256
+"""Warps of a block of `delta_inputs` and `delta_outputs`."""
 MOST_HIDDEN = 32 * STEP_THREADS
 
 
@@ -175,43 +171,20 @@ def delta_prefill(
         return out
     logits = x.values.float() @ of.gates.t()
     product = (rows.sums, rows.factor, rows.inverse, rows.bias)
-    inputs, state = of.inputs[sequence], of.state[0, sequence]
+    inputs = of.inputs[sequence]
     mixed = torch.empty(count, m.channels, device=device)
     factors = torch.empty(count, 2 * m.value_heads, device=device)
-    # In words of 16 bytes, of a step over 16 keys and over 16 positions.
-    chunks, key_steps = -(-count // CHUNK), -(-m.key_dim // 16)
-    of_keys, of_positions = 32 * CHUNK // 4, 32 * (CHUNK // 8 + 2 * key_steps)
-    words = key_steps * of_keys + CHUNK // 16 * of_positions
-    operands = torch.empty(chunks, m.value_heads, 4 * words, dtype=torch.int32, device=device)
-    updates = torch.empty(chunks, m.value_heads, m.value_dim, CHUNK, device=device)
-    fades = torch.empty(chunks, m.value_heads, device=device)
-    defines, index = (*of.defines, f"RULE_WARPS={RULE_WARPS}"), device.index or 0
-
-    def of_file(name: str) -> Kernel:
-        return kernel("delta_prefill", name, defines, index)
-
     tasks = m.key_heads + m.value_heads + -(-m.value_heads // 32)
     launch(
-        of_file("delta_inputs"),
+        kernel("delta_prefill", "delta_inputs", of.defines, device.index or 0),
         (count, -(-tasks // TASKS)),
         32 * TASKS,
         *(*product, of.taps, inputs, first, m.value_heads, logits, x.factor, of.rate, of.dt_bias, mixed, factors),
     )
+    of_sequence = of.state[:, sequence]
+    state_chunks(mixed, factors, of_sequence, first, counted, out, key_heads=m.key_heads, corrects=True)
     launch(
-        of_file("delta_chunks"),
-        (chunks, m.value_heads),
-        CHUNK_THREADS,
-        *(mixed, factors, count, counted, operands, updates, fades),
-    )
-    launch(
-        of_file("delta_rule"),
-        (-(-m.value_dim // (16 * RULE_WARPS)), m.value_heads),
-        32 * RULE_WARPS,
-        *(operands, updates, fades, count, counted, first, state, of.state.stride(0), out),
-        shared=RULE_STAGES * 16 * max(of_keys, of_positions),
-    )
-    launch(
-        of_file("delta_outputs"),
+        kernel("delta_prefill", "delta_outputs", of.defines, device.index or 0),
         (count, -(-m.value_heads // TASKS)),
         32 * TASKS,
         *(*product, of.norm, of.eps, m.value_heads, first, counted, inputs, out),

@@ -40,7 +40,8 @@ class Buffers:
     x       -- what the layer takes; squares: partial sums of x^2, None where the product has to add them up
     before  -- what the layer's change of basis makes x of; None: the basis stays
     qkv     -- the rows of attn_in; attn_output: what attention makes of them
-    between -- x and the rows of attn_out, or of models with post norms the norm of these; between_squares: as squares
+    between -- x and the rows of attn_out, or of models with post norms the norm of these; between_squares: as squares.
+               Of a layer that is an MLP alone they are x, of one without an MLP y
     mid     -- what the gate and up of mlp_in make, or both, gate first, where the product does not finish them; of an
                MLP by neurons the rows of the gate, of a mixture those of each of the token's experts
     logits  -- of a mixture's router; None: no experts
@@ -63,7 +64,7 @@ class Buffers:
     qkv: Tensor
     attn_output: Tensor
     between: Tensor
-    between_squares: Tensor
+    between_squares: Tensor | None
     mid: Tensor
     y: Tensor
     squares_of_y: Tensor | None
@@ -137,6 +138,8 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
 
     embedded -- float32 [1, hidden]: the first layer's x
     """
+    if model.alone:
+        return _buffers_alone(model, embedded, kernels)
     a, device = model.architecture, model.device
     heads, ends = _mixed(model), _ends_of_segments(model, kernels)
     of_between, of_y = _parts(model, 1, kernels)
@@ -183,6 +186,52 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 latent=_latent(model, normed),
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
+            )
+        )
+    return _of_layers(buffers, model, kernels)
+
+
+LEAST_ALONE = 3
+"""So many layers that are a mixer or an MLP alone are needed for words to be reset in time."""
+
+
+def reads_flags(model: CudaModel) -> bool:
+    """Whether steps of one sequence can read what the kernel before leaves as soon as it is stored."""
+    return model.mlps[0].flag_in_data and not (model.alone and len(model.layers) < LEAST_ALONE)
+
+
+def _buffers_alone(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[Buffers]:
+    """The same where layers are a mixer or an MLP alone, so that a layer may have as few as two kernels, and the next
+    one the same two. What the first of these takes, and what stands between them, lies in one of three sets of words,
+    that of the last layer in a fourth, so that the next step finds it reset. The first product of the next layer resets
+    a set: its readers have ended. Two layers later it is written again. The rows of attn_in, which attn_out resets,
+    take turns."""
+    a, device = model.architecture, model.device
+    _, of_y = _parts(model, 1, kernels)
+    sizes = [a.hidden, of_y, _mixed(model), _numbers(model), _of_router(model)]
+    sets = [kernels.flag_in_data_buffers(sizes, device) for _ in range(4)]
+    of_rows = [kernels.flag_in_data_buffers([_rows(model)], device) for _ in range(2)]
+    which = [number % 3 for number in range(a.layers - 1)] + [3]
+    result, buffers, mixers = torch.empty(a.hidden, device=device), list[Buffers](), 0
+    for number, layer in enumerate(model.layers):
+        _, (x, squares, attn_output, mid, logits) = sets[which[number]]
+        before, (qkv_words, (qkv,)) = sets[which[number - 1]][0], of_rows[mixers % 2]
+        mixers += bool(layer.attention)
+        y, squares_of_y = (result, None) if number + 1 == a.layers else sets[which[number + 1]][1][:2]
+        buffers.append(
+            Buffers(
+                x=x if number else embedded[0],
+                squares=squares if number else None,
+                qkv=qkv,
+                attn_output=attn_output,
+                between=y,
+                between_squares=squares_of_y,
+                mid=mid,
+                logits=logits if _of_router(model) else None,
+                y=y,
+                squares_of_y=squares_of_y,
+                flag_in_data=True,
+                reset={"attn_in": before, "attn_out": qkv_words} if layer.attention else {"mlp_in": before},
             )
         )
     return _of_layers(buffers, model, kernels)
@@ -241,8 +290,15 @@ def _parts(model: CudaModel, sequences: int, kernels: Kernels) -> tuple[int, int
     """How many parts the squares of between and of y have, the most of any layer."""
     if model.post_norms:
         return 1, 1
-    of_between = max(kernels.blocks(layer.attention["attn_out"].matrix) for layer in model.layers)
-    return of_between, max(layer.mlp.parts(sequences, kernels) or 0 for layer in model.layers)
+    of_between = max(kernels.blocks(layer.attention["attn_out"].matrix) for layer in model.layers if layer.attention)
+    return of_between, max(_parts_of_y(layer, sequences, kernels) or 0 for layer in model.layers)
+
+
+def _parts_of_y(layer: CudaLayer, sequences: int, kernels: Kernels) -> int | None:
+    """How many parts the squares of a layer's y have; None: its MLP leaves none."""
+    if layer.mlp is None:
+        return kernels.blocks(layer.attention["attn_out"].matrix)
+    return layer.mlp.parts(sequences, kernels)
 
 
 def _latent_widths(model: CudaModel) -> list[int]:
@@ -268,40 +324,41 @@ def _latent(model: CudaModel, made: Sequence[Tensor]) -> LatentBuffers | None:
 
 def _rows(model: CudaModel) -> int:
     """The rows of attn_in, the most of any layer: blocks with attention and with a state are of different widths."""
-    return max(layer.attention["attn_in"].matrix.rows for layer in model.layers)
+    return max(layer.attention["attn_in"].matrix.rows for layer in model.layers if layer.attention)
 
 
 def _mixed(model: CudaModel) -> int:
     """The columns of attn_out, likewise."""
-    return max(layer.attention["attn_out"].matrix.columns for layer in model.layers)
+    return max(layer.attention["attn_out"].matrix.columns for layer in model.layers if layer.attention)
 
 
 def _of_layers(buffers: Sequence[Buffers], model: CudaModel, kernels: Kernels) -> list[Buffers]:
     """The buffers of each layer, each of as many numbers as the layer has there."""
     sequences = buffers[0].qkv.numel() // _rows(model)
-    parts = [1 if model.post_norms else layer.mlp.parts(sequences, kernels) for layer in model.layers]
+    parts = [1 if model.post_norms else _parts_of_y(layer, sequences, kernels) for layer in model.layers]
     each = zip(buffers, model.layers, [None, *parts], parts, strict=False)
     return [_of_layer(of, layer, before, after, kernels) for of, layer, before, after in each]
 
 
 def _of_layer(of: Buffers, layer: CudaLayer, before: int | None, after: int | None, kernels: Kernels) -> Buffers:
-    """before, after -- in how many parts the MLPs of the layer before and of this one leave squares"""
-    into, out = (layer.attention[name].matrix for name in ("attn_in", "attn_out"))
+    """before, after -- in how many parts the layer before and this one leave squares"""
 
-    def squares(all: Tensor | None, parts: int | None) -> Tensor | None:
+    def narrow(all: Tensor | None, parts: int | None) -> Tensor | None:
         return all if all is None or parts is None else first_numbers(all, parts)
 
-    return replace(
-        of,
-        mid=first_numbers(of.mid, layer.mlp.numbers),
-        squares=squares(of.squares, before),
-        squares_of_y=squares(of.squares_of_y, after),
-        qkv=first_numbers(of.qkv, into.rows),
-        attn_output=first_numbers(of.attn_output, out.columns),
-        between_squares=of.between_squares
-        if layer.post_norms is not None
-        else first_numbers(of.between_squares, kernels.blocks(out)),
-    )
+    squares, squares_of_y = narrow(of.squares, before), narrow(of.squares_of_y, after)
+    of = replace(of, squares=squares, squares_of_y=squares_of_y)
+    if layer.mlp is not None:
+        of = replace(of, mid=first_numbers(of.mid, layer.mlp.numbers))
+    if not layer.attention:
+        return replace(of, between=of.x, between_squares=squares)
+    into, out = (layer.attention[name].matrix for name in ("attn_in", "attn_out"))
+    of = replace(of, qkv=first_numbers(of.qkv, into.rows), attn_output=first_numbers(of.attn_output, out.columns))
+    if layer.mlp is None:
+        return replace(of, between=of.y, between_squares=squares_of_y)
+    if layer.post_norms is not None:
+        return of
+    return replace(of, between_squares=narrow(of.between_squares, kernels.blocks(out)))
 
 
 def first_numbers(buffer: Tensor, width: int) -> Tensor:
@@ -312,7 +369,7 @@ def first_numbers(buffer: Tensor, width: int) -> Tensor:
 
 def _numbers(model: CudaModel) -> int:
     """How many numbers the first product of an MLP leaves for each sequence, at most."""
-    return max(layer.mlp.numbers for layer in model.layers)
+    return max(mlp.numbers for mlp in model.mlps)
 
 
 def _updates(model: CudaModel) -> int:
@@ -322,11 +379,11 @@ def _updates(model: CudaModel) -> int:
 
 def _of_router(model: CudaModel) -> int:
     """How many logits a router has; 0: there is none."""
-    return max(layer.mlp.logits for layer in model.layers)
+    return max(mlp.logits for mlp in model.mlps)
 
 
 def _ends_of_segments(model: CudaModel, kernels: Kernels) -> list[bool]:
     """Whether the y of each layer lies in plain memory: it is the last of all, a change of basis follows, or the MLP
     leaves it there."""
     of_basis = [layer.basis is not None for layer in model.layers[1:]] + [True]
-    return [ends or layer.mlp.parts(1, kernels) is None for ends, layer in zip(of_basis, model.layers, strict=True)]
+    return [ends or _parts_of_y(layer, 1, kernels) is None for ends, layer in zip(of_basis, model.layers, strict=True)]

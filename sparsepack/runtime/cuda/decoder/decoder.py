@@ -12,12 +12,13 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.activations import soft_capped
-from sparsepack.models.blocks import DeltaNet, ShortConv
+from sparsepack.models.blocks import DeltaNet, Mamba, ShortConv
 from sparsepack.placement.budget import Plan
 from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache, NewCache, new_cache
 from sparsepack.runtime.cuda.attention.states import Mixer, States
+from sparsepack.runtime.cuda.decoder.buffers import reads_flags
 from sparsepack.runtime.cuda.decoder.model import load_model
 from sparsepack.runtime.cuda.decoder.prefill import Prefill
 from sparsepack.runtime.cuda.decoder.run_ahead import RunAhead
@@ -75,13 +76,14 @@ class CudaDecoder:
     ) -> None:
         self._kernels, self._context, self.cpu_gpu = kernels, context, cpu_gpu
         self._device = kernels.usable(device)
+        _check_alone(packed)
         with kernels.on_device(self._device):
             attention = attention_of(packed, context, self._device, sequences)
             attention = replace(attention, latents=kept_latents(packed, find_backend("cuda")))
             self._cache = new_cache(attention, cache_type, self._device, kernels)
             self._model = load_model(packed, self._device, kernels, plan, cpu_gpu)
             self._states = _states_of(packed, sequences, self._device, kernels)
-            together = sequences > 1 or not self._model.layers[0].mlp.flag_in_data
+            together = sequences > 1 or not reads_flags(self._model)
             self._step = Step(self._model, self._cache, self._states, kernels, together)
             work = None if plan is None or plan.budget is None else plan.work
             most, record = None if work is None else work.scratch, work is None and cpu_gpu is None
@@ -126,7 +128,8 @@ class CudaDecoder:
 
     def active(self) -> dict[tuple[int, str], int]:
         active = self._ahead.active if self._ahead and self._ahead.running else self._step.active
-        return count_active(active, self._model.names, self._model.per_sequence, len(self._cache.lengths))
+        of, sequences = self._model, len(self._cache.lengths)
+        return count_active(active, of.names, of.per_sequence, sequences, of.absent)
 
     @property
     def scales(self) -> tuple[float, ...]:
@@ -243,7 +246,7 @@ class CudaDecoder:
 
     def _check_shared_memory(self, sequences: int) -> None:
         matrices = [site.matrix for layer in self._model.layers for site in layer.attention.values()]
-        matrices += [matrix for layer in self._model.layers for matrix in layer.mlp.matrices]
+        matrices += [matrix for mlp in self._model.mlps for matrix in mlp.matrices]
         most = min(map(self._kernels.most_inputs, matrices))
         if sequences > most:
             raise UserError(
@@ -363,12 +366,32 @@ class CudaDecoder:
         return sparse, self._cache.selecting(sparse)
 
 
+def _check_alone(packed: PackedModel) -> None:
+    """Raise `UserError` for blocks that are a token mixer or an MLP alone where their buffers are not known."""
+    blocks = packed.architecture.blocks
+    if all(block.mixer is not None and block.mlp is not None for block in blocks):
+        return
+    others = packed.bases or packed.architecture.latent is not None
+    if others or any(block.norms_after or block.layer_norms or block.qk_norm == "rows" for block in blocks):
+        raise UserError(
+            "blocks that are attention or an MLP alone, beside a basis, latents or other norms: the cuda backend does "
+            "not run these together; use the reference backend"
+        )
+    if blocks[0].mixer is None and blocks[0].mlp is not None and blocks[0].mlp.experts is not None:
+        raise UserError(
+            "a mixture of experts as the first block: the cuda backend has none before it that leaves squares; use "
+            "the reference backend"
+        )
+
+
 def _states_of(packed: PackedModel, sequences: int, device: torch.device, kernels: Kernels) -> States:
     """What blocks of a model keep in place of keys and values; of most models none does."""
     a, found = packed.architecture, dict[int, Mixer]()
     for number, (block, layer) in enumerate(zip(a.blocks, packed.layers, strict=True)):
         if isinstance(block.mixer, DeltaNet):
             found[number] = kernels.delta_net_parameters(block.mixer, layer.delta_net, a.norm_eps, sequences, device)
+        elif isinstance(block.mixer, Mamba):
+            found[number] = kernels.mamba_parameters(block.mixer, layer.delta_net, a.norm_eps, sequences, device)
         elif isinstance(block.mixer, ShortConv):
             found[number] = kernels.short_conv_parameters(layer.delta_net, sequences, device)
     return States(found, sequences)

@@ -48,6 +48,11 @@ class ExpertMlp:
         return [site.matrix.expert(0) for site in self.sites.values()]
 
     @property
+    def gated(self) -> bool:
+        """Whether experts have a gate beside up."""
+        return self.sites["mlp_in"].matrix.all.rows > self.sites["mlp_mid"].matrix.all.columns
+
+    @property
     def numbers(self) -> int:
         return self.together.of_token * rows_for_mid(self.sites["mlp_in"].matrix.all)
 
@@ -68,7 +73,8 @@ class ExpertMlp:
         yield partial(kernels.route, self.router, step.input, of.logits, self.bias)
         of_product, of_input = split_activation(into.matrix.all, step.activation)
         yield product("mlp_in", into, step.input, of.mid, activation=of_product)
-        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input)
+        plain = not self.gated
+        mid = Input(of.mid, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input, plain=plain)
         down = self.sites["mlp_mid"]
         if self.norms is None or of.updates is None:
             yield product("mlp_mid", down, mid, of.y, residual=of.between, squares=of.squares_of_y)
@@ -112,7 +118,8 @@ class ExpertMlp:
             into.matrix, of.x, *places, self.together.of_token, into.dense.bias, zeros=zeros
         )
         width = mid.matrix.all.columns
-        inner = kernels.gated(both.part(0, width), both.part(width, width), of.activation)
+        up = both.part(into.matrix.all.rows - width, width)  # without a gate, the gate too
+        inner = kernels.gated(both.part(0, width), up, of.activation)
         return kernels.multiply_grouped(mid.matrix, inner, *places, 1, mid.dense.bias, zeros=zeros).sums
 
     def _decoded_groups(self, of: MlpPrompt, chosen: Tensor, kernels: Kernels) -> Product:
@@ -126,8 +133,8 @@ class ExpertMlp:
         scratch = scratch if len(scratch) >= of_one else scratch.new_empty(of_one)
         for first, count, place, position in self._groups(chosen, len(scratch) // of_one, of.filled):
             rows = x.rows(position)
-            gate, up = _products(self.sites["mlp_in"], first, count, 2, rows, scratch, kernels)
-            inner = kernels.gated(gate, up, of.activation)
+            parts = _products(self.sites["mlp_in"], first, count, 1 + self.gated, rows, scratch, kernels)
+            inner = kernels.gated(parts[0], parts[-1], of.activation)
             (product,) = _products(self.sites["mlp_mid"], first, count, 1, inner, scratch, kernels)
             outputs[place], factors[place], inverse = product.sums, product.factor, product.inverse
         return Product(outputs[:-1], factors[:-1], inverse, None)

@@ -39,6 +39,8 @@ rows for both, and relu(h) h is relu2(h)."""
 class CudaLayer:
     """A decoder block without its cache.
 
+    attention  -- the sites of its token mixer; empty: it is an MLP alone
+    mlp        -- None: it is a token mixer alone
     attn_norm, mlp_norm -- the RMSNorms of what attention and the MLP read; None: they read it as it is
     layer_norms -- weight and bias of the LayerNorms in their place; None: there are none
     basis      -- what its input is multiplied by first; None: nothing
@@ -54,7 +56,7 @@ class CudaLayer:
     """
 
     attention: Mapping[str, CudaSite]
-    mlp: CudaMlp
+    mlp: CudaMlp | None
     attn_norm: Tensor | None
     mlp_norm: Tensor | None
     basis: RowsMatrix | None
@@ -90,9 +92,30 @@ class CudaModel:
     @property
     def per_sequence(self) -> Collection[tuple[int, str]]:
         """The units of each text of a step are counted of these layers, and of `names`."""
-        layers = [number for number, layer in enumerate(self.layers) if layer.mlp.per_sequence]
+        layers = [n for n, layer in enumerate(self.layers) if layer.mlp is not None and layer.mlp.per_sequence]
         of_attention = {*ATTENTION_SITES, *LATENT_SITES}
         return {(layer, name) for layer in layers for name in self.names if name not in of_attention}
+
+    @property
+    def mlps(self) -> list[CudaMlp]:
+        """The MLPs of the blocks that have one."""
+        return [layer.mlp for layer in self.layers if layer.mlp is not None]
+
+    @property
+    def absent(self) -> Collection[tuple[int, str]]:
+        """The layers without what has one of `names`."""
+        of_attention = {*ATTENTION_SITES, *LATENT_SITES}
+        return {
+            (n, name)
+            for n, layer in enumerate(self.layers)
+            for name in self.names
+            if (not layer.attention if name in of_attention else layer.mlp is None)
+        }
+
+    @property
+    def alone(self) -> bool:
+        """Whether blocks are a token mixer or an MLP alone."""
+        return any(block.mixer is None or block.mlp is None for block in self.architecture.blocks)
 
     @property
     def post_norms(self) -> bool:
@@ -162,8 +185,9 @@ def load_model(
         of_basis = here_of if isinstance(of_attention, DividedPlace) else of_attention
         basis = None if of.basis is None else kernels.load_rows(of.basis, device, place=of_basis)
         attention = load_attention(of.attention, device, kernels, of_attention)
-        mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
-        assert block.mlp is not None  # this backend lacks `ALONE`
+        mlp: CudaMlp | None = None
+        if block.mlp is not None:
+            mlp = load_any_mlp(of.mlp, device, kernels, place_of("gates", number), place_of("records", number))
         q_norm, kv_norm = (norm(name) for name in LATENT_NORMS)
         latent_norms = None if kv_norm is None else (q_norm, kv_norm)
         expert_norms = norms(*EXPERT_NORMS)
@@ -176,7 +200,7 @@ def load_model(
             basis,
             post_norms,
             row_norms,
-            ACTIVATIONS[block.mlp.activation],
+            0 if block.mlp is None else ACTIVATIONS[block.mlp.activation],
             layer_norms,
             latent_norms,
             1.0 if of.scalar is None else float(of.scalar),

@@ -12,6 +12,7 @@ from sparsepack.runtime.cuda.attention.attention import BACKENDS
 from sparsepack.runtime.cuda.attention.kv_cache import CudaKvCache
 from sparsepack.runtime.cuda.attention.states import States
 from sparsepack.runtime.cuda.decoder.buffers import FilledUp, MlpPrompt
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp
 from sparsepack.runtime.cuda.decoder.model import CudaLayer, CudaModel
 from sparsepack.runtime.cuda.decoder.sites import CudaSite
 from sparsepack.runtime.cuda.decoder.token_mixers import MixerPrompt, token_mixers
@@ -61,8 +62,8 @@ class Prefill:
         self._model, self._cache, self._states, self._kernels = model, cache, states, kernels
         self._mixers = token_mixers(model, cache, states, kernels)
         matrices = [site.matrix for layer in model.layers for site in layer.attention.values()]
-        matrices += [matrix for layer in model.layers for matrix in layer.mlp.matrices]
-        decoded = max(layer.mlp.decoded for layer in model.layers)
+        matrices += [matrix for mlp in model.mlps for matrix in mlp.matrices]
+        decoded = max(mlp.decoded for mlp in model.mlps)
         if most is None and model.architecture.experts is not None:
             # Groups of experts are launched one after the other, and short prompts wait for the launches.
             most = max(SCRATCH_BYTES, len(model.layers) * decoded // 16)
@@ -105,7 +106,7 @@ class Prefill:
     def _rooms(self, size: int) -> list[int]:
         """For how many positions of an expert there is room; 0: nobody asks."""
         experts = self._model.architecture.experts
-        if experts is None or not any(layer.mlp.has_rooms for layer in self._model.layers):
+        if experts is None or not any(mlp.has_rooms for mlp in self._model.mlps):
             return [0]
         return [min(size, max(16, -(-times * size * experts.used // experts.count))) for times in _ROOMS]
 
@@ -139,30 +140,33 @@ class Prefill:
                     (layer.attn_norm, None),
                     (layer.mlp_norm, None),
                 )
-                normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias, scalar)
-                attn_output = self._attention(number, normed, sequence, filled)
-                update = self._multiply(layer.attention["attn_out"], kernels.to_scaled_fp16(attn_output))
-                normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, after_attention, mlp_bias)
-                update, update_norm, scalar = self._mlp(layer, normed, x, filled), after_mlp, layer.scalar
-                if inputs is not None and layer.per_layer is not None:
+                mixer, mlp = self._mixers[number], layer.mlp
+                if mixer is not None:
+                    normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias, scalar)
+                    mixed = mixer.prefill(self._prompt(layer, normed, sequence, filled))
+                    update = self._multiply(layer.attention["attn_out"], kernels.to_scaled_fp16(mixed))
+                    update_norm, scalar = after_attention, layer.scalar if mlp is None else 1.0
+                if mlp is not None:
+                    normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, update_norm, mlp_bias, scalar)
+                    update = self._mlp(layer, mlp, normed, x, filled)
+                    update_norm, scalar = after_mlp, layer.scalar
+                if inputs is not None and layer.per_layer is not None and update is not None:
                     kernels.add(x, update, update_norm, eps)
                     update, update_norm = layer.per_layer.prefill(x, inputs, kernels), layer.per_layer.norm
         if update is not None:
             kernels.add(x, update, update_norm, eps, scalar)
         return x
 
-    def _attention(self, number: int, x: ScaledFp16, sequence: int, filled: FilledUp | None) -> Tensor:
-        """What attn_out takes: float32 [S, columns]."""
-        into = self._model.layers[number].attention["attn_in"]
-        counted = None if filled is None else filled.count
-        prompt = MixerPrompt(self._multiply(into, x), x, self._multiply, sequence, counted)
-        return self._mixers[number].prefill(prompt)
+    def _prompt(self, layer: CudaLayer, x: ScaledFp16, sequence: int, filled: FilledUp | None) -> MixerPrompt:
+        """What a block's token mixer has of a prompt, x being what attn_in takes."""
+        rows, counted = self._multiply(layer.attention["attn_in"], x), None if filled is None else filled.count
+        return MixerPrompt(rows, x, self._multiply, sequence, counted)
 
-    def _mlp(self, layer: CudaLayer, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
+    def _mlp(self, layer: CudaLayer, mlp: CudaMlp, normed: ScaledFp16, x: Tensor, filled: FilledUp | None) -> Product:
         """What the MLP adds to x that it has not added itself: all of it where that is normed first."""
         output = x if layer.post_norms is None else torch.zeros_like(x)
         prompt = MlpPrompt(normed, output, layer.activation, self._scratch, filled)
-        update = layer.mlp.prefill(prompt, self._kernels)
+        update = mlp.prefill(prompt, self._kernels)
         if layer.post_norms is None:
             return update
         self._kernels.add(output, update)

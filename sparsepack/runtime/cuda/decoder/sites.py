@@ -81,7 +81,7 @@ def load_expert_sites(mlp: ExpertMlp, device: torch.device, kernels: Kernels) ->
             mlp.used,
             mlp.normalised,
             device,
-            gate=name == "mlp_in" and _interleaves(site.matrix.rows),
+            gate=name == "mlp_in" and mlp.gated and _interleaves(site.matrix.rows),
             added=name == "mlp_mid",
             shared=mlp.shared,
         )

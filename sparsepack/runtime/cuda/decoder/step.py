@@ -55,7 +55,7 @@ class Step:
         self.logits = torch.empty(sequences, a.vocabulary, device=model.device)
         embedded = torch.empty(sequences, a.hidden, device=model.device)
         candidates = kernels.new_candidates(model.output, sequences)
-        self._workspace = model.layers[0].mlp.new_workspace(sequences, kernels)
+        self._workspace = model.mlps[0].new_workspace(sequences, kernels)
         self._buffers = (batch_buffers if together else single_buffers)(model, embedded, kernels)
         self._zeros = torch.zeros(sequences, a.hidden, device=model.device) if model.post_norms else None
         self._first: list[Launch] = [partial(kernels.embed, model.embedding, self.ids, embedded, a.embedding_scale)]
@@ -77,7 +77,7 @@ class Step:
 
     def control_thresholds(self, controller: ThresholdController) -> CudaThresholdController:
         """Control thresholds from the first sparse step on."""
-        block = self._model.layers[0].attention["attn_in"].matrix.block
+        block = next(site.matrix.block for layer in self._model.layers for site in layer.attention.values())
         self.controller = new_cuda_controller(controller, self.lasting, block)
         self._launches[True] = self._put_together(sparse=True)
         return self.controller
@@ -94,36 +94,42 @@ class Step:
 
     def _layer(self, number: int, of: Buffers, sparse: bool) -> Iterator[Launch]:
         """The kernels of a decoder block."""
-        layer = self._model.layers[number]
+        layer, mixer = self._model.layers[number], self._mixers[number]
         sequences, eps = len(self.ids), float(self._model.architecture.norm_eps)
         product = partial(self._product, number, of, sparse)
         if layer.basis is not None and of.before is not None:
             before, changed = of.before.view(sequences, -1), of.x.view(sequences, -1)
             yield partial(self._kernels.product, layer.basis, before, changed)
-        squares = None if layer.attn_norm is None else of.squares
-        x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=of.flag_in_data and of.squares is not None)
+        squares, flag_of_x = None if layer.attn_norm is None else of.squares, of.flag_in_data and of.squares is not None
+        x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=flag_of_x)
         if layer.layer_norms is not None and of.layer_normed is not None:
             yield self._layer_norm(x, layer.layer_norms[0], of.layer_normed[0])
             x = Input(of.layer_normed[0], eps=eps, flag_in_data=of.flag_in_data)
-        yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
-        mixer = self._mixers[number]
-        yield from mixer.step(MixerStep(of, x, product, partial(self._active, number), sparse))
-        attended = Input(of.attn_output, eps=eps, flag_in_data=of.flag_in_data and mixer.flag_in_data)
-        out = layer.attention["attn_out"]
+        add: Callable[..., Launch] | None = None  # what the mixer gives
+        if mixer is not None:
+            yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
+            yield from mixer.step(MixerStep(of, x, product, partial(self._active, number), sparse))
+            attended = Input(of.attn_output, eps=eps, flag_in_data=of.flag_in_data and mixer.flag_in_data)
+            add = partial(product, "attn_out", layer.attention["attn_out"], attended)
         between_squares = None if layer.mlp_norm is None else of.between_squares
-        between = Input(of.between, layer.mlp_norm, eps, between_squares, flag_in_data=of.flag_in_data)
+        flag_of_between = flag_of_x if mixer is None else of.flag_in_data
+        between = Input(of.between, layer.mlp_norm, eps, between_squares, flag_in_data=flag_of_between)
         of_mlp = MlpStep(of, between, product, partial(self._active, number), layer.activation, sparse)
         if layer.post_norms is None or of.updates is None or self._zeros is None:
-            yield product("attn_out", out, attended, of.between, residual=of.x, squares=of.between_squares)
+            if add is not None:
+                yield add(of.between, residual=of.x, squares=of.between_squares)
             if layer.layer_norms is not None and of.layer_normed is not None:
                 yield self._layer_norm(between, layer.layer_norms[1], of.layer_normed[1])
                 centred = Input(of.layer_normed[1], eps=eps, flag_in_data=of.flag_in_data)
                 of_mlp = replace(of_mlp, input=centred)
-            yield from layer.mlp.step(of_mlp, self._workspace, self._kernels)
+            if layer.mlp is not None:
+                yield from layer.mlp.step(of_mlp, self._workspace, self._kernels)
             return
+        assert add is not None  # what norms it adds has both parts
+        assert layer.mlp is not None
         after_attention, after_mlp = layer.post_norms
         of_attention, of_the_mlp, *of_shared = of.updates
-        yield product("attn_out", out, attended, of_attention)
+        yield add(of_attention)
         flag_in_data = of.flag_in_data
         yield self._post_norm(of_attention, of.x, after_attention, of.between, between_squares, flag_in_data)
         # The MLP adds what it makes to nothing.
@@ -193,12 +199,18 @@ def state_parts(state: Tensor, sequences: int) -> tuple[Tensor, Tensor, Tensor, 
 
 
 def count_active(
-    active: Tensor, names: Sequence[str], per_sequence: Collection[tuple[int, str]] = (), sequences: int = 1
+    active: Tensor,
+    names: Sequence[str],
+    per_sequence: Collection[tuple[int, str]] = (),
+    sequences: int = 1,
+    absent: Collection[tuple[int, str]] = (),
 ) -> dict[tuple[int, str], int]:
     """The number of active units of each (layer, name), from `active` of a step or of its state.
 
     per_sequence -- of which those of each of so many sequences are counted: the mean is taken
+    absent       -- which there are not
     """
     counts = enumerate(active.flatten().tolist())
     found = {(n // len(names), names[n % len(names)]): count for n, count in counts}
-    return {key: count // sequences if key in per_sequence else count for key, count in found.items()}
+    counted = {key: count for key, count in found.items() if key not in absent}
+    return {key: count // sequences if key in per_sequence else count for key, count in counted.items()}

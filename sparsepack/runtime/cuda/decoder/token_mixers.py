@@ -216,12 +216,14 @@ class StateMixer:
         return self.mixer.prefill(self.kernels, of.rows, of.x, first, of.sequence, of.counted)
 
 
-def token_mixers(model: CudaModel, cache: CudaKvCache, states: States, kernels: Kernels) -> list[TokenMixer]:
-    """The token mixer of each block of a model."""
-    a, found = model.architecture, list[TokenMixer]()
+def token_mixers(model: CudaModel, cache: CudaKvCache, states: States, kernels: Kernels) -> list[TokenMixer | None]:
+    """The token mixer of each block of a model; None: the block is an MLP alone."""
+    a, found = model.architecture, list[TokenMixer | None]()
     cached = {layer: number for number, layer in enumerate(a.attention_layers)}
     for number, layer in enumerate(model.layers):
-        if number in states.blocks:
+        if not layer.attention:
+            found.append(None)
+        elif number in states.blocks:
             found.append(StateMixer(cache, kernels, states.blocks[number]))
         elif layer.latent_norms is not None:
             assert a.latent is not None

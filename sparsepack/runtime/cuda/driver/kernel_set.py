@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from sparsepack.runtime.cuda.attention import attention, delta_net, double_sparsity, latents, short_conv
+from sparsepack.runtime.cuda.attention import attention, delta_net, double_sparsity, latents, mamba, short_conv
 from sparsepack.runtime.cuda.decoder import step_end
 from sparsepack.runtime.cuda.driver import device, kernel, memory
 from sparsepack.runtime.cuda.driver.device import own_stream
@@ -59,6 +59,7 @@ class Kernels:
 
     double_sparsity_parameters = staticmethod(double_sparsity.double_sparsity_parameters)
     delta_net_parameters = staticmethod(delta_net.delta_net_parameters)
+    mamba_parameters = staticmethod(mamba.mamba_parameters)
     short_conv_parameters = staticmethod(short_conv.short_conv_parameters)
     host_tensors = staticmethod(memory.host_tensors)
     shared_memory = staticmethod(memory.shared_memory)
@@ -80,6 +81,7 @@ class Kernels:
     attend = staticmethod(attention.attend)
     attend_double_sparsity = staticmethod(double_sparsity.attend)
     delta_step = staticmethod(delta_net.delta_step)
+    mamba_step = staticmethod(mamba.mamba_step)
     short_conv_step = staticmethod(short_conv.short_conv_step)
     attend_offloaded = staticmethod(double_sparsity.attend_offloaded)
     label_append = staticmethod(double_sparsity.label_append)
@@ -113,6 +115,7 @@ class Kernels:
     split_heads = staticmethod(dense.split_heads)
     prefill_attention = staticmethod(attention.prefill_attention)
     delta_prefill = staticmethod(delta_net.delta_prefill)
+    mamba_prefill = staticmethod(mamba.mamba_prefill)
     short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     gated = staticmethod(dense.gated)
     order_by_expert = staticmethod(experts.order_by_expert)

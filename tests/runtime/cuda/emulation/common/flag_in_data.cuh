@@ -5,6 +5,8 @@
 
 #include "common/common.cuh"
 
+static constexpr u32 SENTINEL = 0xffffffff;
+
 inline void ll_store(float* p, float x) { *p = x; }
 
 template <int COUNT, typename At>
