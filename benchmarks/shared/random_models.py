@@ -23,6 +23,8 @@ from sparsepack.formats.packed import (
     PackedExpertsSite,
     PackedLayer,
     PackedModel,
+    PackedPerLayer,
+    PackedPerLayerInputs,
     PackedSite,
 )
 from sparsepack.formats.zigzag.reader import delta_shapes, norm_widths, site_shapes
@@ -97,7 +99,23 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
         norms = {of: norm(width, narrow if "post" in of else 1.0) for of, width in widths.items()}
         sinks = normal(a.heads) if isinstance(mixer, Attention) and mixer.sinks else None
         scalar = norm(1) if a.blocks[number].scaled else None
-        return PackedLayer(attention, norms, units, None, sinks, delta_net(number), scalar)
+        return PackedLayer(attention, norms, units, None, sinks, delta_net(number), scalar, per_layer())
+
+    def per_layer() -> PackedPerLayer | None:
+        if not a.per_layer:
+            return None
+        gate = random_rows(a.per_layer, a.hidden, a.hidden**-0.5, generator, type_that_fits("Q8_0", a.hidden))
+        out = random_rows(a.hidden, a.per_layer, a.per_layer**-0.5, generator, type_that_fits("Q8_0", a.per_layer))
+        return PackedPerLayer(gate, out, norm(a.hidden, narrow))
+
+    def per_layer_inputs() -> PackedPerLayerInputs | None:
+        if not a.per_layer:
+            return None
+        rows = a.layers * a.per_layer
+        projection = random_rows(rows, a.hidden, 1.0, generator, type_that_fits("Q8_0", a.hidden))
+        return PackedPerLayerInputs(
+            random_rows(a.vocabulary, rows, a.per_layer**-0.5, generator), projection, norm(a.per_layer)
+        )
 
     return PackedModel(
         architecture=a,
@@ -108,6 +126,7 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
         config_json=config.to_json_string(),
         tokenizer_json="{}",
         manifest={"model": {"name": f"random {name}"}},
+        per_layer=per_layer_inputs(),
     )
 
 

@@ -1,6 +1,7 @@
 """Random models of the shapes that `cuda_decode` measures: ours, and the files that llama.cpp is timed with."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,18 @@ def test_thresholds_leave_half_of_the_inputs_of_each_site(name: str) -> None:
     for (layer, site), share in activity.items():
         # What attention leaves is smaller where it adds up more positions, as those are that thresholds are found with.
         assert share == pytest.approx(0.5, abs=0.3 if site == "attn_out" else 0.1), (layer, site)
+
+
+def test_inputs_of_each_layer_reach_the_logits() -> None:
+    changes = {"num_global_key_value_heads": 2, "head_dim": 64, "global_head_dim": 128, "enable_moe_block": False}
+    changes |= {"num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2}
+    changes |= {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 32, "vocab_size_per_layer_input": 512}
+    packed = random_of(configuration("gemma-4-26b-a4b", **{**SMALL, **changes}), "e2b", 4, "cpu")
+    (found,) = find_thresholds(packed, [0.5]).values()
+    models = with_thresholds(packed, found), replace(packed, per_layer=replace(packed.per_layer, norm=torch.zeros(32)))
+    one, other = (Engine(of, backend="reference", dense=True).teacher_forced(IDS, 0) for of in models)
+    assert one.isfinite().all()
+    assert not torch.allclose(one, other, atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)
