@@ -27,6 +27,7 @@ from benchmarks.shared.shapes import (
     LLAMA_8B,
     MODELS,
     configuration,
+    first_layers,
     llama_config,
     random_ids,
 )
@@ -70,7 +71,7 @@ def config_of(name: str, layers: int | None = None) -> Any:
     """Return the configuration of a name in `NAMES`, with another number of layers if given."""
     changes: dict[str, Any] = {"max_position_embeddings": CONTEXT}
     if layers is not None:
-        changes["num_hidden_layers"] = layers
+        changes |= first_layers(name, layers) if name in MODELS else {"num_hidden_layers": layers}
     return llama_config(LLAMAS[name], **changes) if name in LLAMAS else configuration(name, **changes)
 
 

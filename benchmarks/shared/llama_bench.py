@@ -216,7 +216,7 @@ def _file_of(a: Architecture, config: Any) -> tuple[str, Mapping[str, KeyValue],
     names = gguf_names(family, a.layers).items()
     of_names = {name: shapes[source] for name, source in names if source in shapes}
     assert family.gguf is not None  # the layout is llama.cpp's
-    return family.gguf.architecture, architecture_keys(a, config)[0], of_names
+    return family.gguf.name(a.experts is not None), architecture_keys(a, config)[0], of_names
 
 
 @dataclass(frozen=True)

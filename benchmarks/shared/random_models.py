@@ -72,9 +72,12 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
         return PackedExpertsSite(matrix, None, parts, bias)
 
     def mlp(number: int) -> DenseMlp | ExpertMlp:
-        if a.experts is None:
+        described = a.blocks[number].mlp
+        if described is None:
+            return DenseMlp({})
+        if a.experts is None or described.experts is None:
             return DenseMlp({of: site(number, of) for of in MLP_SITES})
-        biased = a.blocks[number].mlp.biased
+        biased = described.biased
         sites = {of: experts_site(number, of, a.experts, biased) for of in MLP_SITES}
         router = normal(a.experts.count, a.hidden, size=SHARPER * a.hidden**-0.5)
         names = a.family(number).experts
@@ -92,8 +95,8 @@ def random_of(config: Any, name: str, depth: int, device: str = "cuda", block: s
         return made
 
     def layer(number: int) -> PackedLayer:
-        attention = {of: site(number, of) for of in ATTENTION_SITES}
         units, mixer = mlp(number), a.blocks[number].mixer
+        attention = {} if mixer is None else {of: site(number, of) for of in ATTENTION_SITES}
         # What a block adds is small beside the stream, as a trained model's.
         widths = norm_widths(a, number)
         norms = {of: norm(width, narrow if "post" in of else 1.0) for of, width in widths.items()}

@@ -79,6 +79,7 @@ _QWEN_3_5 = {
     "linear_conv_kernel_dim": 4,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25},
 }
+_NEMOTRON = {"M": "linear_attention", "E": "moe", "*": "full_attention"}
 MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "gemma-2-2b": {
@@ -229,6 +230,27 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
             "layer_types": ["full_attention" if n in (2, 5, 8, 10, 12, 14) else "conv" for n in range(16)],
             "tie_word_embeddings": True,
         },
+        "nemotron-3-nano-30b-a3b": {
+            "model_type": "nemotron_h",
+            "vocab_size": 131072,
+            "hidden_size": 2688,
+            "layers_block_type": [_NEMOTRON[kind] for kind in 5 * "MEMEM*E" + "MEMEMEM*E" + 4 * "ME"],
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "head_dim": 128,
+            "mamba_num_heads": 64,
+            "mamba_head_dim": 64,
+            "n_groups": 8,
+            "ssm_state_size": 128,
+            "conv_kernel": 4,
+            "intermediate_size": 1856,
+            "moe_intermediate_size": 1856,
+            "moe_shared_expert_intermediate_size": 3712,
+            "n_routed_experts": 128,
+            "num_experts_per_tok": 6,
+            "routed_scaling_factor": 2.5,
+            "tie_word_embeddings": False,
+        },
         "gpt-oss-20b": {
             "model_type": "gpt_oss",
             "vocab_size": 201088,
@@ -255,6 +277,13 @@ MODELS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     }
 )
 """The transformers configuration of each model."""
+
+
+def first_layers(name: str, layers: int) -> dict[str, Any]:
+    """Return the fields of `configuration` for a model of so many layers, of which blocks that are a mixer or an MLP
+    alone are halves. Two are three layers and a half there: all kinds of blocks, some after each other."""
+    kinds = MODELS[name].get("layers_block_type")
+    return {"num_hidden_layers": layers} if kinds is None else {"layers_block_type": kinds[: max(2 * layers, 7)]}
 
 
 def configuration(name: str, **changes: Any) -> Any:

@@ -46,6 +46,17 @@ STATES = {
     "linear_key_head_dim": 64,
     "linear_value_head_dim": 64,
 }
+NEMOTRON_H = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"],
+    "head_dim": 64,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "n_groups": 2,
+    "ssm_state_size": 128,
+    "n_routed_experts": 6,
+    "moe_intermediate_size": 160,
+    "moe_shared_expert_intermediate_size": 320,
+}
 IDS = [3, 500, 17, 4, 90]
 
 
@@ -56,6 +67,8 @@ def small(name: str) -> Any:
     if name == "gemma-4-26b-a4b":
         changes |= {"num_global_key_value_heads": 2, "head_dim": 64, "global_head_dim": 128, "intermediate_size": 480}
         changes |= {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "full_attention"]}
+    if name == "nemotron-3-nano-30b-a3b":
+        return configuration(name, **{**SMALL, **NEMOTRON_H, "num_experts_per_tok": 2})
     if name == "lfm2-1.2b":
         changes |= {"num_hidden_layers": 3, "layer_types": ["conv", "conv", "full_attention"]}
     return configuration(name, **changes, **(GPT_OSS if name == "gpt-oss-20b" else {}))
@@ -71,6 +84,7 @@ def small(name: str) -> Any:
         "qwen3.6-35b-a3b",
         "gpt-oss-20b",
         "lfm2-1.2b",
+        "nemotron-3-nano-30b-a3b",
         "gemma-4-26b-a4b",
     ],
 )
