@@ -484,10 +484,13 @@ def edit_config(folder: Path, **changes: Any) -> None:
 
 def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
     config = AutoConfig.for_model(**{"model_type": family, **values})
     generator = torch.Generator().manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with no_init_weights():  # each of them gets a value below
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.tie_weights()
     with torch.no_grad():
         for name, parameter in placed_in(model):
             noise = torch.randn(parameter.shape, generator=generator)
