@@ -66,7 +66,8 @@ def find_rules(
         # A channel's bits are as many as the rows of what a token reads of it. Apart from their scale: histograms hold
         # no number however small.
         rows = _rows_read(checkpoint, key, seen)
-        each = (saved / rows).clamp_min(_FLOOR * float(saved[0].mean()) / rows or 1e-30).log() / 2
+        least = max(_FLOOR * float(saved[0].mean()) / rows, torch.finfo(torch.float32).tiny)
+        each = (saved / rows).clamp_min(least).log() / 2
         means, shares = each.flatten(1).mean(1), torch.tensor(steps, device=each.device)
         c = torch.tensordot(shares / shares.sum(), each, 1).sub_((shares * means).sum() / shares.sum()).exp()
         scales[key] = float(means[0].exp())
