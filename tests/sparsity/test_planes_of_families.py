@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models_for_tests import EVERY_FAMILY, EVERY_MIXTURE, EXPERTS, make_model
+from models_for_tests import EVERY_MIXTURE, EXPERTS, WINDOWED, make_model
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
@@ -22,19 +22,34 @@ ROUNDED = 0.08
 """Relative error of logits of a random model: an input that rounding takes across a threshold has another level."""
 
 
+FEW = {"gpt_oss": {"num_local_experts": 4}, **dict.fromkeys(("deepseek_v2", "nemotron_h"), {"n_routed_experts": 4})}
+"""Changes to mixtures, which take long with more experts."""
+
+
 def packed(folder: Path, family: str, text: Any, **goal: Any) -> Packed:
-    model = str(make_model(folder / "m", family))
-    calibrate(model, text, folder / "c", CalibrateOptions(context=64, samples=16, held_out=8))
+    changes = FEW.get(family, {"num_experts": 4} if family in EXPERTS else {})
+    model = str(make_model(folder / "m", family, **changes))
+    calibrate(model, text, folder / "c", CalibrateOptions(context=64, samples=8, held_out=4))
     return pack(PackRequest(model, folder / "p.gguf", FORMAT, folder / "c", **goal))
 
 
-@pytest.mark.parametrize("family", [*EVERY_FAMILY, *EVERY_MIXTURE])
+OTHER_MATRICES = ("phi3", "gemma3_text", "gemma4_text", "lfm2", "qwen3_5_text")
+"""Families whose matrices and mixers are together of every kind; Qwen2's are in `test_planes.py`."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        *(pytest.param(name, marks=[pytest.mark.long][: name not in OTHER_MATRICES]) for name in WINDOWED),
+        *EVERY_MIXTURE,
+    ],
+)
 def test_every_family_runs_alike_in_eval_and_engines(family: str, tmp_path: Path, text: Any) -> None:
     made, path = packed(tmp_path, family, text, bits=3.4), tmp_path / "p.gguf"
     assert verify(path, str(tmp_path / "m")).passed
     assert made.score is not None
     losses = [made.score[protocol]["kl_divergence"]["value"] for protocol in ("decode", "dense")]
-    assert losses[0] >= 0.99 * losses[1] >= 0, "a random model may be sure of every word"
+    assert losses[0] >= 0.99 * losses[1] - 1e-12 >= -1e-12, "a random model may be sure of every word"
     assert made.thresholds is not None
     outlook = made.thresholds.outlook()
     assert outlook is not None
