@@ -94,6 +94,27 @@ def test_long_texts_pass_in_chunks(backend: str, variant: str, monkeypatch: pyte
 
 
 @every_backend
+@pytest.mark.parametrize("chunk", [1, 4, 6, 13])
+def test_a_prompt_goes_through_layers_without_keys_of_their_own_at_its_end_alone(
+    backend: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packed, _ = models("gemma4, inputs of each layer, shared keys and values")
+    engine = engine_of(packed, backend)
+    expected = engine.teacher_forced(IDS, 6)
+    stepped = engine.counts()
+    engine.truncate(0)
+    for module in (operations_decoder, native_decoder, cuda_decoder):
+        monkeypatch.setattr(module, "PREFILL_TOKENS", chunk)
+    assert largest_difference(engine.prefill(IDS[:6]), expected[5]) < TOLERANCE[backend]
+    assert engine.counts() == stepped
+    found = torch.stack([engine.step(id) for id in IDS[6:]])
+    assert largest_difference(found, expected[6:]) < TOLERANCE[backend]
+    engine.truncate(0)
+    engine.prefill(IDS[:4])
+    assert largest_difference(engine.prefill(IDS[4:6]), expected[5]) < TOLERANCE[backend]
+
+
+@every_backend
 def test_a_prompt_may_come_in_pieces(backend: str) -> None:
     packed, _ = models("mistral, sliding window")
     engine = engine_of(packed, backend)

@@ -16,7 +16,7 @@ use_other_build()
 context = 1 << 20
 table = torch.zeros(context, 4)
 cache = native().DenseKvCache(heads=2, kv_heads=2, head_dim=8, eps=1e-5, tables=[(table, table)],
-                              scale=1.0, cap=0.0, layers=[(0, None, None, 0, None, 0, 0, False)],
+                              scale=1.0, cap=0.0, layers=[(0, None, None, 0, None, 0, 0, False, -1)],
                               instruction_set=instruction_set())
 operations = native().Operations(instruction_set(), 2)
 rows, y = torch.zeros(1, 48), torch.zeros(1, 16)

@@ -235,3 +235,17 @@ def test_what_the_kernels_do_not_know_is_an_error() -> None:
         decoder(random_model("llama", num_attention_heads=17, num_key_value_heads=1, hidden_size=34))
     with pytest.raises(UserError, match="heads of 514 channels"):
         decoder(random_model("qwen3, tied", head_dim=514))
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 6, 13])
+def test_prompts_go_through_layers_without_keys_of_their_own_at_their_end_alone(
+    chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_decoder, "PREFILL_TOKENS", chunk)
+    packed = model("gemma4, inputs of each layer, shared keys and values")
+    expected = Engine(packed, backend="reference").teacher_forced(IDS.tolist(), 6)
+    for context in (15, 64):  # shorter and longer than a prompt that is filled up
+        engine = decoder(packed, context=context)
+        assert largest_difference(engine.prefill(0, IDS[:6]), expected[5]) < ROUNDED
+        assert engine.cache.lengths == [6]
+        assert largest_difference(steps(engine, IDS[6:]), expected[6:]) < ROUNDED

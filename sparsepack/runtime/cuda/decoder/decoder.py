@@ -177,7 +177,7 @@ class CudaDecoder:
     def prefill(self, sequence: int, ids: Tensor) -> Tensor:
         with self._kernels.on_device(self._device):
             for piece in self._prefill_pieces(ids):
-                hidden = self._dense(piece, sequence)
+                hidden = self._dense(piece, sequence, last=True)
             logits = torch.empty_like(self._step.logits[:1])
             norm, a = self._model.output_norm, self._model.architecture
             bias, product = self._model.output_norm_bias, partial(self._kernels.product, cap=a.logit_cap)
@@ -272,13 +272,14 @@ class CudaDecoder:
         positions = self._positions or PREFILL_TOKENS
         return [piece for piece in torch.split(ids.to(self._device, torch.int32), positions) if len(piece)]
 
-    def _dense(self, ids: Tensor, sequence: int) -> Tensor:
-        """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden]."""
+    def _dense(self, ids: Tensor, sequence: int, last: bool = False) -> Tensor:
+        """Append ids that are on the GPU already. Returns what the last block leaves: float32 [S, hidden], or where the
+        last position is enough maybe [1, hidden]."""
         self._drop()
         if self.cpu_gpu is None:
-            return self._prefill.run(ids, sequence)
+            return self._prefill.run(ids, sequence, last)
         self.cpu_gpu.begin_pass()
-        hidden = self._prefill.run(ids, sequence)
+        hidden = self._prefill.run(ids, sequence, last)
         self.cpu_gpu.end_prefill(len(ids))
         return hidden
 

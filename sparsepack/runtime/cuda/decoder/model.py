@@ -2,14 +2,14 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS, Latent
+from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS, Attention, Latent
 from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
@@ -88,6 +88,12 @@ class CudaModel:
     output_norm: Tensor
     output_norm_bias: Tensor | None = None
     per_layer: PerLayerInputs | None = None
+
+    @cached_property
+    def own_layers(self) -> int:
+        """The layers from this number on read keys and values of others alone: their positions leave nothing behind."""
+        mixers = [block.mixer for block in self.architecture.blocks]
+        return max(n for n, of in enumerate(mixers, 1) if not isinstance(of, Attention) or of.source is None)
 
     @property
     def per_sequence(self) -> Collection[tuple[int, str]]:

@@ -72,17 +72,20 @@ class Prefill:
         self._prompts: dict[tuple[int, int, int], _FilledUp] = {}  # by positions, sequence and room
         self._memory = (kernels.new_stream(), kernels.new_graph_pool()) if self._longest else None
 
-    def run(self, ids: Tensor, sequence: int) -> Tensor:
+    def run(self, ids: Tensor, sequence: int, last: bool = False) -> Tensor:
         """Append tokens int32 [S], on the GPU, to one of the cache's sequences. Returns what the last block leaves,
-        before the output norm: float32 [S, hidden], which lasts until the next run."""
+        before the output norm: float32 [S, hidden], which lasts until the next run.
+
+        last -- the last position is enough: [1, hidden] may be returned
+        """
         self._states.check(self._cache.lengths, [sequence])
         self._states.begin_prefill(sequence)
         size = next((size for size in FILLED_UP if len(ids) <= size <= self._longest), None)
         if size is None or self._cache.lengths[sequence]:
-            hidden = self._blocks(ids, sequence)
+            hidden = self._blocks(ids, sequence, last=last)
         else:
             hidden = self._short(ids, size, sequence)
-        self._cache.advance(len(ids), sequence)
+        self._cache.advance(len(hidden), sequence)
         self._states.prefilled(sequence, self._cache.lengths[sequence])
         return hidden
 
@@ -121,7 +124,8 @@ class Prefill:
 
         return _FilledUp(padded, filled, hidden, run)
 
-    def _blocks(self, ids: Tensor, sequence: int, filled: FilledUp | None = None) -> Tensor:
+    def _blocks(self, ids: Tensor, sequence: int, filled: FilledUp | None = None, last: bool = False) -> Tensor:
+        """As `run`, which counts the positions that are returned; the others are counted here."""
         model, kernels, eps = self._model, self._kernels, self._model.architecture.norm_eps
         x = torch.empty(len(ids), model.architecture.hidden, device=model.device)
         kernels.embed(model.embedding, ids, x, model.architecture.embedding_scale)
@@ -131,6 +135,13 @@ class Prefill:
         scalar = 1.0  # which comes behind
         with sdpa_kernel(BACKENDS):
             for number, layer in enumerate(model.layers):
+                if last and number == model.own_layers and len(x) > 1:
+                    # Layers from here on leave nothing behind.
+                    if update is not None:
+                        kernels.add(x, update, update_norm, eps, scalar)
+                    self._cache.advance(len(x) - 1, sequence)
+                    x, inputs = x[-1:].clone(), None if inputs is None else inputs[-1:]
+                    update, update_norm, scalar = None, None, 1.0
                 if layer.basis is not None:
                     if update is not None:
                         kernels.add(x, update, update_norm, eps, scalar)

@@ -264,6 +264,10 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         delta = std::max(delta, shape.scratch());
         for (DeltaStates& states : states_) states.layers.emplace_back(shape);
     }
+    for (const Layer& layer : model_.layers) {
+        bool shared = layer.mixes() && !layer.keeps_state() && cache_->shape(layer.kept).shared;
+        if (!shared) own_layers_ = int(&layer - model_.layers.data()) + 1;
+    }
     int64_t per_layer = model_.per_layer ? int64_t(model_.per_layer->norm.size()) : 0;
     int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner, latents, per_layer});
     int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;

@@ -269,6 +269,7 @@ private:
 
     // decoder/step.cpp
     void token(int64_t id, bool sparse, float* logits, int thread);
+    void layers_from(int first, bool sparse, float* logits, int thread);
     Sums mixer(int layer, float* normed, bool sparse, int thread);
     Sums mlp(int layer, float* normed, bool sparse, int thread);
     void change_basis(const Rows& basis, float* x);
@@ -329,7 +330,8 @@ private:
 
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
-    void prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread);
+    void prefill_together(const int64_t* ids, int32_t count, int layers, float* logits, bool all, int thread);
+    void last_position(int32_t count, float* logits, int thread);
     void mixer_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void mlp_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
@@ -348,6 +350,7 @@ private:
     const Kernels& k_;
     Pool pool_;
     int64_t stepped_ = 0;
+    int own_layers_ = 0;  // layers from here on read keys and values of others alone
     std::vector<int64_t> active_;
     Buffer<int32_t> all_;              // 0, 1, 2, ...
     Buffer<float> partial_sums_[2];    // of neighbouring sites in turns: one may be read while the next is written

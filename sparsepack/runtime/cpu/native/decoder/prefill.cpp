@@ -54,14 +54,33 @@ void Decoder::prefill(int32_t sequence, const int64_t* ids, int64_t count, bool 
         int32_t size = int32_t(std::min<int64_t>(s_.prefill_tokens, count - first));
         float* y = all ? logits + first * s_.vocabulary : first + size == count ? logits : nullptr;
         states.tokens = -1;
-        pool_.run([&](int thread) { prefill_together(ids + first, size, y, all, thread); });
-        cache_->advance(size);
+        // Layers that read keys and values of others leave nothing behind: they are for logits alone.
+        const int layers = all ? int(model_.layers.size()) : own_layers_;
+        pool_.run([&](int thread) { prefill_together(ids + first, size, layers, y, all, thread); });
+        cache_->advance(size - 1);
+        if (y && layers < int(model_.layers.size())) {
+            const std::vector<int64_t> active = active_;
+            pool_.run([&](int thread) { last_position(size, y, thread); });
+            active_ = active;
+        }
+        cache_->advance(1);
         states.tokens = cache_->length();
     }
 }
 
-// logits: null if they are not wanted.
-void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits, bool all, int thread) {
+// The layers from `own_layers_` on at the last of `count` positions, which the others have left in `wide_x_`.
+void Decoder::last_position(int32_t count, float* logits, int thread) {
+    memcpy(scratch_[thread].x.data(), wide_x_.data() + int64_t(count - 1) * s_.hidden, s_.hidden * sizeof(float));
+    if (model_.per_layer && count > 1) {
+        const int64_t row = model_.per_layer->embedding.columns;
+        if (thread == 0) memcpy(per_layer_.data(), per_layer_.data() + (count - 1) * row, row * sizeof(float));
+        pool_.barrier();
+    }
+    layers_from(own_layers_, false, logits, thread);
+}
+
+// The first `layers` layers, and where these are all the output matrix. logits: null if they are not wanted.
+void Decoder::prefill_together(const int64_t* ids, int32_t count, int layers, float* logits, bool all, int thread) {
     int32_t first = int32_t(int64_t(count) * thread / pool_.threads());
     int32_t last = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
     for (int32_t p = first; p < last; ++p) look_up(ids[p], wide_x_.data() + int64_t(p) * s_.hidden);
@@ -69,7 +88,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         pool_.barrier();
         per_layer_inputs(ids, wide_x_.data(), count, thread);
     }
-    for (int number = 0; number < int(model_.layers.size()); ++number) {
+    for (int number = 0; number < layers; ++number) {
         const Layer& layer = model_.layers[number];
 
         if (layer.basis) change_basis_of_rows(*layer.basis, first, last, count);
@@ -86,7 +105,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, float* logits,
         add_per_layer_rows(number, first, last, count);
         scale(number, last - first, wide_x_.data() + int64_t(first) * s_.hidden);
     }
-    if (!logits) return;
+    if (!logits || layers < int(model_.layers.size())) return;
     norm_rows(model_.output_norm, first, last);
     pool_.barrier();
     int32_t wanted = all ? count : 1;

@@ -36,11 +36,17 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
 }
 
 void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
-    Scratch& own = scratch_[thread];
-    float *x = own.x.data(), *normed = own.normed.data();
+    float* x = scratch_[thread].x.data();
     look_up(id, x);
     if (model_.per_layer) per_layer_inputs(&id, x, 1, thread);
-    for (int number = 0; number < int(model_.layers.size()); ++number) {
+    layers_from(0, sparse, logits, thread);
+}
+
+// The layers from `first` on of one position, whose hidden state each thread has, and the output matrix.
+void Decoder::layers_from(int first, bool sparse, float* logits, int thread) {
+    Scratch& own = scratch_[thread];
+    float *x = own.x.data(), *normed = own.normed.data();
+    for (int number = first; number < int(model_.layers.size()); ++number) {
         const Layer& layer = model_.layers[number];
 
         if (layer.basis) change_basis(*layer.basis, x);
