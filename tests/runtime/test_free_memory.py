@@ -1,13 +1,18 @@
 """How much memory there is, as the system and the limits of containers say it: on folders that look like /proc and
 /sys."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from packed_models import LATENTS, random_model, with_sites
 
+from sparsepack.models.sites import SiteRule
 from sparsepack.runtime import free_memory as room
-from sparsepack.runtime.free_memory import free_host_bytes
+from sparsepack.runtime.backends import BACKENDS
+from sparsepack.runtime.decoder import kept_latents
+from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
 
 MIB = 2**20
 V2, V1 = "sys/fs/cgroup", "sys/fs/cgroup/memory"
@@ -77,3 +82,17 @@ def test_this_machine_has_memory_and_texts_are_counted_by_it(monkeypatch: pytest
     monkeypatch.setattr(room, "free_host_bytes", lambda: 4096)
     assert room.free_bytes(torch.device("cpu")) == 4096
     assert room.count_sequences(8, 1024, 4096) == 2
+
+
+def test_latents_count_where_a_backend_keeps_them_in_place_of_keys_and_values() -> None:
+    packed = random_model("llama", model_type="glm4_moe_lite", **LATENTS)
+    a = packed.architecture
+    assert a.latent is not None
+    whole = 2 * a.layers * a.kv_heads * a.head_dim * 100 * 2
+    row = a.layers * (a.latent.kv_rank + a.latent.turning) * 100 * 2
+    for name, expected in (("cuda", row), ("cpu", whole)):
+        assert cache_bytes(a, 100, "bf16", kept_latents(packed, BACKENDS[name])) == expected < 2 * whole
+    first, *others = packed.layers
+    site = replace(first.attention["attn_kv_b"], rule=SiteRule(torch.tensor(0.1)))
+    sparse = replace(packed, layers=(with_sites(first, {"attn_kv_b": site}), *others))
+    assert kept_latents(sparse, BACKENDS["cuda"]) is None
