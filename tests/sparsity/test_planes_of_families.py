@@ -22,12 +22,17 @@ ROUNDED = 0.08
 """Relative error of logits of a random model: an input that rounding takes across a threshold has another level."""
 
 
-FEW = {"gpt_oss": {"num_local_experts": 4}, **dict.fromkeys(("deepseek_v2", "nemotron_h"), {"n_routed_experts": 4})}
-"""Changes to mixtures, which take long with more experts."""
+FEW = {
+    "gpt_oss": "num_local_experts",
+    "qwen2_moe": "num_experts",
+    "deepseek_v2": "n_routed_experts",
+    "nemotron_h": "n_routed_experts",
+}
+"""What says how many experts the mixtures that are not `long` have: four here, since more take long."""
 
 
 def packed(folder: Path, family: str, text: Any, **goal: Any) -> Packed:
-    changes = FEW.get(family, {"num_experts": 4} if family in EXPERTS else {})
+    changes = {FEW[family]: 4} if family in FEW else {}
     model = str(make_model(folder / "m", family, **changes))
     calibrate(model, text, folder / "c", CalibrateOptions(context=64, samples=8, held_out=4))
     return pack(PackRequest(model, folder / "p.gguf", FORMAT, folder / "c", **goal))
