@@ -143,6 +143,16 @@ SMALL: dict[str, dict[str, Any]] = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
     },
     "seed_oss": {"num_key_value_heads": 2, "head_dim": 64, "pad_token_id": 0},
+    "cohere2": {
+        "num_key_value_heads": 2,
+        "num_hidden_layers": 4,
+        "sliding_window": 24,
+        "logit_scale": 0.5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "apertus": {"num_key_value_heads": 2, "tie_word_embeddings": False, "pad_token_id": 0},
+    "bitnet": {"num_key_value_heads": 2, "tie_word_embeddings": True},
     "ministral3": {
         "num_key_value_heads": 2,
         "head_dim": 64,
@@ -378,12 +388,20 @@ WINDOWED: dict[str, dict[str, Any]] = {
     "gemma3_text": {"sliding_window": 10},
     **{
         family: {"sliding_window": 10}
-        for family in ("olmo3", "vaultgemma", "cwm", "gemma4_text", "gemma4_unified_text", INPUTS_OF_EACH_LAYER)
+        for family in (
+            "olmo3",
+            "cohere2",
+            "vaultgemma",
+            "cwm",
+            "gemma4_text",
+            "gemma4_unified_text",
+            INPUTS_OF_EACH_LAYER,
+        )
     },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
     **{family: {} for family in ("gemma", "hyperclovax", "lfm2", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
     **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo", "olmo2", "arcee")},
-    **{family: {} for family in ("nemotron", "seed_oss", "ministral3")},
+    **{family: {} for family in ("nemotron", "seed_oss", "ministral3", "bitnet", "apertus")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
 UNLIKE = (
@@ -504,6 +522,8 @@ def _saved(folder: Path, family: str, values: dict[str, Any], seed: int) -> Path
                 parameter.copy_(noise)  # states forget within a few tokens, or hundreds
             elif "embed_" in name:
                 parameter.copy_(noise)
+            elif ".act_fn." in name:
+                parameter.add_(0.1 * noise * ("alpha" in name))
             elif name.endswith("layer_scalar"):
                 parameter.copy_(0.5 + noise.abs())
             else:

@@ -250,6 +250,14 @@ def ternary(multiplies: bool):
     return encode
 
 
+def rounded(weight: Tensor) -> Encoded:
+    """BitNet's master weights, which its layers round in each pass."""
+    from transformers.integrations.bitnet import WeightQuant
+
+    stored = weight.bfloat16()
+    return {"": stored}, WeightQuant.forward.__wrapped__(None, stored).float()
+
+
 COMPRESSED = {"quant_method": "compressed-tensors"}
 GROUP = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "group_size": 64}}}}
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
@@ -318,6 +326,9 @@ RELEASES: dict[str, Release] = {
     "bitnet": Release({"quant_method": "bitnet"}, ternary(False), "ternary"),
     "bitnet, multiplied": Release(
         {"quant_method": "bitnet", "linear_class": "autobitlinear"}, ternary(True), "ternary"
+    ),
+    "bitnet, rounded as it is read": Release(
+        {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "online"}, rounded, "ternary"
     ),
 }
 

@@ -47,7 +47,9 @@ def write_segments(checkpoint: Checkpoint, starts: Sequence[int], folder: Path) 
         (folder / name).write_text(text)
     config = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": False, "dtype": "float32"}
     (folder / "config.json").write_text(segmented_config(json.dumps(config), starts))
-    stored = {name: torch.from_numpy(np.ascontiguousarray(value)).float() for name, value in tensors.items()}
+    stored = {
+        name: torch.from_numpy(np.ascontiguousarray(value)).float().view(value.shape) for name, value in tensors.items()
+    }
     save_file(stored, folder / "model.safetensors", {"format": "pt"})
     return folder
 

@@ -134,7 +134,8 @@ def tensor_hashes(artifact: Path) -> Iterator[tuple[str, str]]:
         with safe_open(artifact / "model.safetensors", "pt") as file:
             for name in sorted(file.keys()):
                 tensor = file.get_tensor(name)
-                yield name, _hash(tensor.dtype, tensor.shape, tensor.contiguous().view(torch.uint8).numpy().tobytes())
+                bytes = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                yield name, _hash(tensor.dtype, tensor.shape, bytes)
         return
     for tensor in GGUFReader(artifact).tensors:
         yield tensor.name, _hash(tensor.tensor_type.name, tensor.shape.tolist(), tensor.data.tobytes())

@@ -124,6 +124,8 @@ def permuted_block(
             _take(moved, name, torch.cat([neurons + part * len(neurons) for part in range(fused)]), rows=True)
         for name in family.projections["mlp_mid"]:
             _take(moved, name, neurons, rows=False)
+        if (norm := family.norms.get("mlp_sub_norm")) is not None:
+            _take(moved, norm, neurons, rows=True)
     if channels is not None:
         kv_heads, width = channels.shape
         first = torch.arange(kv_heads, device=channels.device)[:, None] * width
@@ -133,6 +135,8 @@ def permuted_block(
         _take(moved, name, torch.cat([ahead, before + values]), rows=True)
         for name in family.projections["attn_out"]:
             _take(moved, name, of_query_heads(channels, heads), rows=False)
+        if (norm := family.norms.get("attn_sub_norm")) is not None:
+            _take(moved, norm, of_query_heads(channels, heads), rows=True)
     return moved
 
 

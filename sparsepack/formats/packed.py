@@ -297,8 +297,8 @@ class PackedPerLayerInputs:
 @dataclass(frozen=True)
 class PackedLayer:
     """One decoder block: the sites of its attention, the norms that it has (of attn_norm, mlp_norm, attn_post_norm,
-    mlp_post_norm, experts_norm, shared_norm, q_norm, k_norm, q_row_norm, k_row_norm, q_a_norm, kv_a_norm) as float32,
-    and its MLP.
+    mlp_post_norm, attn_sub_norm, mlp_sub_norm, experts_norm, shared_norm, q_norm, k_norm, q_row_norm, k_row_norm,
+    q_a_norm, kv_a_norm) as float32, and its MLP.
     Where norms are LayerNorm, there are their biases, too, as attn_norm_bias and mlp_norm_bias.
 
     basis -- [hidden, hidden], by rows: the hidden state is multiplied by it before anything else in the block; None:
@@ -312,6 +312,8 @@ class PackedLayer:
                  mamba_norm [inner]; empty: it has attention, or no mixer
     scalar -- float32 [1], by which all that leaves the block is multiplied; None: it is not
     per_layer -- what it adds by an input of its own; None: it has none
+    xielu -- float32 [4], what the MLP has learned of its xIELU (`activations.xielu_coefficients`); None: it has another
+             function
     """
 
     attention: Mapping[str, PackedSite]
@@ -322,6 +324,7 @@ class PackedLayer:
     delta_net: Mapping[str, Tensor] = field(default_factory=dict)
     scalar: Tensor | None = None
     per_layer: PackedPerLayer | None = None
+    xielu: Tensor | None = None
 
     @property
     def always(self) -> tuple[Tensor, ...]:
@@ -373,6 +376,9 @@ class PackedLayer:
         bases = {} if self.basis is None else {f"{BASIS}.weight": partial(decode_matrix, self.basis)}
         vectors = {family.sinks: self.sinks, family.layer_scalar: self.scalar}
         more = {name: partial(_same, value) for name, value in vectors.items() if value is not None}
+        if self.xielu is not None:
+            of_function = (self.xielu[:1], self.xielu[1:2], *self.xielu[2:])
+            more |= {n: partial(_same, v) for n, v in zip(family.activation_parameters, of_function, strict=True)}
         sites = {**_weights_of(self.attention, family.projections), **self.mlp.weights(family)}
         added: Weights = {}
         if self.per_layer is not None and family.per_layer is not None:

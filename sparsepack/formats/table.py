@@ -85,6 +85,8 @@ class Format:
             return ""
         if family.activation not in ("", "relu", "relu2"):
             return f"of {family.activation}, whose neurons are never exactly zero"
+        if "mlp_sub_norm" in family.norms:
+            return "with a norm before their down matrices"
         return "" if "mlp_norm" in family.norms else "without a norm before them"
 
     def check_model(self, checkpoint: "Checkpoint") -> None:

@@ -8,6 +8,7 @@ import torch
 
 from sparsepack.models.blocks import (
     EXPERT_NORMS,
+    SUB_NORMS,
     Attention,
     Block,
     DeltaNet,
@@ -160,14 +161,15 @@ class Architecture:
                 return wide
             return dense if layer in self.dense_layers else mlp
 
-        before, after, scaled, centred, of_experts = (
+        before, after, scaled, centred, of_experts, within = (
             "attn_norm" in family.norms,
             "attn_post_norm" in family.norms,
             bool(family.layer_scalar),
             family.layer_norms,
             EXPERT_NORMS[0] in family.norms,
+            SUB_NORMS[0] in family.norms,
         )
-        how = before, after, scaled, centred, of_experts, self.per_layer
+        how = before, after, scaled, centred, of_experts, self.per_layer, within, family.parallel
         return tuple(
             Block(mixer(layer, window), mlp_of(layer), *how) for layer, window in enumerate(self.sliding_windows)
         )

@@ -4,7 +4,7 @@ them."""
 from dataclasses import asdict
 
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import ACTIVATIONS, PLAIN_ACTIVATIONS, ExpertNumbers
+from sparsepack.models.blocks import GATE_ACTIVATIONS, PLAIN_ACTIVATIONS, ExpertNumbers
 from sparsepack.models.families import FAMILIES, taken_by
 from sparsepack.models.family import Family
 
@@ -16,7 +16,7 @@ def activations_of(family: Family) -> tuple[str, ...]:
     """The activations that models of a family may have."""
     if family.activation:
         return (family.activation,)
-    return ACTIVATIONS if family.gated else PLAIN_ACTIVATIONS
+    return GATE_ACTIVATIONS if family.gated else PLAIN_ACTIVATIONS
 
 
 def check_numbers(architecture: Architecture) -> None:

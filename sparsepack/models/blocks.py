@@ -8,11 +8,14 @@ Rotary = Literal["half-split", "interleaved", "none"]
 with 2 c + 1, or none turns."""
 
 ACTIVATIONS = ("silu", "relu", "gelu", "gelu_pytorch_tanh")
-"""The functions of a gate, as transformers names them."""
+"""The functions of a gate, as transformers names them, but for relu2(h) = relu(h)^2, which few backends have."""
+GATE_ACTIVATIONS = (*ACTIVATIONS, "relu2")
 CLAMPED_SWIGLU = "swiglu_oai"
 """gpt-oss's function of gate and up, under the name that llama.cpp has for it: with g = min(gate, 7) and u = up kept
 within -7 and 7 it is g sigmoid(1.702 g) (u + 1)."""
-PLAIN_ACTIVATIONS = ("relu2",)
+XIELU = "xielu"
+"""Apertus's function, whose coefficients each block has learned (arXiv 2411.13010; `activations.xielu`)."""
+PLAIN_ACTIVATIONS = ("relu2", XIELU)
 """The functions of an MLP without a gate. relu2(h) = relu(h) h: such an MLP is one with ReLU whose gate and up are one
 matrix."""
 
@@ -293,11 +296,13 @@ class Mlp:
 
 EXPERT_NORMS = ("experts_norm", "shared_norm")
 """Our names of the norms of what chosen experts make, and of what shared ones do."""
+SUB_NORMS = ("attn_sub_norm", "mlp_sub_norm")
+"""Our names of the norms of what enters attn_out and mlp_mid."""
 
 
 @dataclass(frozen=True)
 class Block:
-    """A decoder block: x += mixer(x), then x += mlp(x).
+    """A decoder block: x += mixer(x), then x += mlp(x); of parallel ones x += mixer(x) + mlp(x).
 
     mixer, mlp   -- None: the block has none
     norms_before -- whether attention and MLP read the RMSNorm of x
@@ -308,6 +313,8 @@ class Block:
                     input)) comes last (Gemma 4 E2B and E4B); 0: there is none
     norms_of_experts -- whether what the chosen experts make, and what the shared ones make, is RMS-normalised each by
                         itself before the two are added
+    parallel     -- whether the MLP reads what the mixer reads, by one norm
+    sub_norms    -- whether what enters attn_out and mlp_mid is RMS-normalised, over all channels
     """
 
     mixer: Attention | DeltaNet | ShortConv | Mamba | None
@@ -318,17 +325,21 @@ class Block:
     layer_norms: bool = False
     norms_of_experts: bool = False
     per_layer: int = 0
+    sub_norms: bool = False
+    parallel: bool = False
 
     @property
     def norms(self) -> tuple[str, ...]:
         """The names of its norms."""
         has = [name for name, part in (("attn", self.mixer), ("mlp", self.mlp)) if part is not None]
-        before, after = tuple(f"{name}_norm" for name in has), tuple(f"{name}_post_norm" for name in has)
+        before = tuple(f"{name}_norm" for name in has[: 1 if self.parallel else 2])
+        after = tuple(f"{name}_post_norm" for name in has)
         keys = isinstance(self.mixer, Attention) and self.mixer.source is None
         of_heads = ("q_norm", "k_norm")[: 1 + keys]
         of_attention = {None: (), "heads": of_heads, "rows": ("q_row_norm", "k_row_norm")}
+        within = tuple(f"{name}_sub_norm" for name in has) * self.sub_norms
         of_experts = EXPERT_NORMS * self.norms_of_experts
-        return before * self.norms_before + after * self.norms_after + of_experts + of_attention[self.qk_norm]
+        return before * self.norms_before + within + after * self.norms_after + of_experts + of_attention[self.qk_norm]
 
     @property
     def qk_norm(self) -> Literal["heads", "rows"] | None:

@@ -12,6 +12,9 @@ from types import MappingProxyType
 
 from sparsepack.errors import CheckpointError
 from sparsepack.models import (
+    apertus,
+    bitnet,
+    cohere,
     deepseek,
     exaone,
     gemma,
@@ -39,6 +42,9 @@ _MODULES = (
     gemma,
     granite,
     olmo,
+    bitnet,
+    cohere,
+    apertus,
     exaone,
     glm,
     opt,

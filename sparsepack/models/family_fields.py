@@ -33,9 +33,11 @@ class FamilyFields:
                       has gate and up at `mlp_in`, one without has one matrix there. A family that stores the matrices
                       of a site fused has one projection there, whose rows are the same
     norms          -- our name -> module; `attn_post_norm` and `mlp_post_norm` norm what attention and MLP add,
-                      `q_row_norm` and `k_row_norm` the queries and keys of all heads together
+                      `q_row_norm` and `k_row_norm` the queries and keys of all heads together, `attn_sub_norm` and
+                      `mlp_sub_norm` what enters attn_out and mlp_mid
     layer_norms    -- norms of the stream subtract the mean first, and add the bias of their module last
     bare_norms     -- these have neither weights nor biases: a checkpoint gives ones and zeros for them
+    norm_biases    -- LayerNorms have biases; else a checkpoint gives zeros for them
     norm_eps       -- of all its models; 0: the configuration says it
     norm_offset    -- what is added to the weights of norms before they multiply
     gguf           -- what llama.cpp knows of it; None: nothing
@@ -52,6 +54,8 @@ class FamilyFields:
     sinks          -- the parameter of each block with a score of each query head (`blocks.Attention.sinks`); empty:
                       there are none
     activation     -- the one that all its models have, whatever their configuration says; empty: what that says
+    activation_parameters -- tensors of a block, of its activation: those of xIELU, in the order in which
+                      `activations.xielu_coefficients` has them
     unpackable     -- what formats and engines have no place for in such a model; empty: they have for everything
     attention      -- transformers' implementation of attention that computes all of it
     multipliers    -- what a configuration's models multiply by
@@ -59,6 +63,8 @@ class FamilyFields:
     rope_layers    -- of the configuration: whether each layer turns queries and keys; empty: all do
     rope_field     -- of the configuration: "rope" where layers turn them; empty: they do
     rope_in_windows -- in models with sliding windows, layers without one turn nothing
+    rope_only_in_windows -- layers without a sliding window turn nothing
+    parallel       -- attention and MLP read one norm of what enters the block, and both are added to it
     scales_input   -- of the configuration: by what the stock backbone multiplies whatever comes in, embedded or not
     divides_logits -- of the configuration: by what the stock model divides or multiplies its logits
     residual       -- who reads the residual stream and who writes to it; None: it cannot be rotated
@@ -108,10 +114,12 @@ class FamilyFields:
     fields: Mapping[str, str] = field(default_factory=dict)
     sinks: str = ""
     activation: str = ""
+    activation_parameters: tuple[str, ...] = ()
     unpackable: str = ""
     norm_offset: float = 0.0
     layer_norms: bool = False
     bare_norms: bool = False
+    norm_biases: bool = True
     norm_eps: float = 0.0
     attention: Literal["sdpa", "eager"] = "sdpa"
     multipliers: Callable[[Any], Multipliers] = lambda config: Multipliers()
@@ -119,6 +127,8 @@ class FamilyFields:
     rope_layers: str = ""
     rope_field: str = ""
     rope_in_windows: bool = False
+    rope_only_in_windows: bool = False
+    parallel: bool = False
     scales_input: str = ""
     divides_logits: str = ""
     residual: ResidualStream | None = STREAM

@@ -73,7 +73,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
     if family.rope_field and getattr(config, family.rope_field) != "rope":
         turns = (False,) * config.num_hidden_layers
     windows = sliding_windows(config)
-    if family.rope_in_windows and any(windows):
+    if family.rope_only_in_windows or (family.rope_in_windows and any(windows)):
         turns = [window > 0 for window in windows]
     return Architecture(
         model_type=config.model_type,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from sparsepack.errors import UserError
 from sparsepack.formats.blocks.table import ZIGZAG_BLOCKS
 from sparsepack.formats.kinds import DENSE, EXPERTS, NEURONS, PLAIN_NEURONS, MlpKind
-from sparsepack.models.blocks import Attention
+from sparsepack.models.blocks import XIELU, Attention
 
 if TYPE_CHECKING:
     import torch
@@ -49,6 +49,10 @@ LAYER_SCALARS = "scaled layers"
 PER_LAYER = "an input of each layer"
 SHARED_KV = "layers that read keys and values of another"
 NORMED_EXPERTS = "norms of what experts make, and scales of each"
+SUB_NORMS = "norms before attn_out and mlp_mid"
+RELU2_GATES = "a gate with ReLU^2"
+XIELUS = "MLPs of xIELU"
+PARALLEL = "blocks whose MLP reads what attention reads"
 
 TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
     {
@@ -83,6 +87,12 @@ TRAITS: Mapping[str, Callable[[Architecture, int], bool]] = MappingProxyType(
         LATENTS: lambda a, context: a.latent is not None,
         ROUTERS: lambda a, context: a.experts is not None and a.experts.router is not None,
         NORMED_EXPERTS: lambda a, context: any(block.norms_of_experts for block in a.blocks),
+        SUB_NORMS: lambda a, context: any(block.sub_norms for block in a.blocks),
+        RELU2_GATES: lambda a, context: any(
+            of.mlp is not None and of.mlp.gated and of.mlp.activation == "relu2" for of in a.blocks
+        ),
+        XIELUS: lambda a, context: a.activation == XIELU,
+        PARALLEL: lambda a, context: any(block.parallel for block in a.blocks),
         DENSE_BLOCKS: lambda a, context: bool(a.dense_layers),
         SHARED_EXPERTS: lambda a, context: a.experts is not None and a.experts.shared > 0,
     }

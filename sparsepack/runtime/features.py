@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from sparsepack.errors import UserError
 from sparsepack.formats.kinds import PLAIN_NEURONS
+from sparsepack.models.blocks import XIELU
 from sparsepack.runtime.backends import BACKENDS, Backend, backend_for, find_backend, most_sequences, traits_of
 from sparsepack.runtime.options import EngineOptions, usual_context
 
@@ -115,6 +116,12 @@ def check_divides(packed: PackedModel) -> None:
         )
     if packed.architecture.blocks[0].layer_norms:
         raise UserError("vram: models with LayerNorm are not divided between a GPU and the host yet; leave it out")
+    of_middle = packed.architecture.activation == XIELU
+    if of_middle or any(block.sub_norms or block.parallel for block in packed.architecture.blocks):
+        raise UserError(
+            "vram: models with norms before attn_out, with xIELU, or whose MLP reads what attention reads are not "
+            "divided between a GPU and the host yet; leave it out"
+        )
     if packed.architecture.global_heads:
         raise UserError(
             "vram: models with heads of two sizes are not divided between a GPU and the host yet; leave it out"

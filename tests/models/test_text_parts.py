@@ -148,8 +148,10 @@ def test_a_text_part_of_an_unknown_family_is_refused(folders: dict[str, Path], t
     from transformers import AutoConfig
 
     folder = shutil.copytree(folders["llava"], tmp_path / "m")
-    edit_config(folder, text_config=AutoConfig.for_model("cohere2").to_dict())
-    with pytest.raises(CheckpointError, match="the text part of a llava model: model type 'cohere2' is not supported"):
+    edit_config(folder, text_config=AutoConfig.for_model("starcoder2").to_dict())
+    with pytest.raises(
+        CheckpointError, match="the text part of a llava model: model type 'starcoder2' is not supported"
+    ):
         open_checkpoint(folder)
 
 

@@ -354,6 +354,16 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "ernie4_5, neighbours turn": {"model_type": "ernie4_5", "head_dim": 12, "use_bias": True},
     "helium, neighbours turn": {"model_type": "helium", "head_dim": 8},
+    "bitnet, norms before attn_out and mlp_mid": {"model_type": "bitnet", "intermediate_size": 171},
+    "cohere2, attention and MLP side by side": {
+        "model_type": "cohere2",
+        "sliding_window": 5,
+        "layer_types": ["sliding_attention", "full_attention"],
+        "logit_scale": 0.5,
+        "tie_word_embeddings": True,
+        "pad_token_id": 0,
+    },
+    "apertus, xIELU": {"model_type": "apertus", "intermediate_size": 171, "pad_token_id": 0},
     "gpt_oss, sinks": GPT_OSS,
     "qwen3.5, states": {
         "model_type": "qwen3_5_text",
@@ -416,7 +426,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
     shapes = parameter_shapes(config)
 
     def weight(name: str) -> Tensor:
-        if family.bare_norms and name not in shapes:
+        if name not in shapes and (family.bare_norms or not family.norm_biases):
             return torch.full((config.hidden_size,), float(name.endswith(".weight")))
         x = torch.randn(shapes[name], generator=generator)
         if re.search(r"norm(_\d)?\.weight$", name):
@@ -507,6 +517,7 @@ def random_model(variant: str = "llama", seed: int = 0, **changes: Any) -> Packe
             delta_net(i),
             0.5 + weight(f"model.layers.{i}.{family.layer_scalar}").abs() if family.layer_scalar else None,
             per_layer(i),
+            torch.tensor([0.3, -1.0, 0.5, -1e-3]) + 0.2 * i if family.activation_parameters else None,
         )
         for i in range(config.num_hidden_layers)
     )
@@ -550,11 +561,12 @@ def layer_of(
     delta_net: Mapping[str, Tensor] = MappingProxyType({}),
     scalar: Tensor | None = None,
     per_layer: PackedPerLayer | None = None,
+    xielu: Tensor | None = None,
 ) -> PackedLayer:
     """A block whose MLP is dense, or is given."""
     attention = _without_mlp(sites)
     mlp = mlp or DenseMlp({name: sites[name] for name in MLP_SITES if name in sites})
-    more = {"sinks": sinks, "delta_net": delta_net, "scalar": scalar, "per_layer": per_layer}
+    more = {"sinks": sinks, "delta_net": delta_net, "scalar": scalar, "per_layer": per_layer, "xielu": xielu}
     return PackedLayer(attention, norms, mlp, **more)  # type: ignore[arg-type]
 
 
@@ -566,7 +578,12 @@ def with_sites(layer: PackedLayer, changed: Mapping[str, Any]) -> PackedLayer:
     """The same block with these sites in place of their namesakes."""
     sites = {**layer.sites, **changed}
     if isinstance(layer.mlp, DenseMlp):
-        more = {"delta_net": layer.delta_net, "scalar": layer.scalar, "per_layer": layer.per_layer}
+        more = {
+            "delta_net": layer.delta_net,
+            "scalar": layer.scalar,
+            "per_layer": layer.per_layer,
+            "xielu": layer.xielu,
+        }
         return dataclasses.replace(layer_of(sites, layer.norms, **more), basis=layer.basis)  # type: ignore[arg-type]
     if isinstance(layer.mlp, ExpertMlp):
         mlp = dataclasses.replace(layer.mlp, sites={name: sites[name] for name in MLP_SITES})

@@ -57,6 +57,12 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"model_type": "glm4_moe_lite", **LATENTS, "max_position_embeddings": 300},
     ),
+    "bitnet": ("bitnet, norms before attn_out and mlp_mid", {"max_position_embeddings": 300}),
+    "cohere2": (
+        "cohere2, attention and MLP side by side",
+        {"sliding_window": 60, "max_position_embeddings": 300},
+    ),
+    "apertus": ("apertus, xIELU", {"max_position_embeddings": 300}),
     "gemma3": ("gemma3, two rotary tables", {"sliding_window": 60, "max_position_embeddings": 300}),
 }
 

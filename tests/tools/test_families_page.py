@@ -20,8 +20,9 @@ from sparsepack.models.family import SITES
 from sparsepack.models.found import find_family
 from sparsepack.models.hf_config import token_weights
 
-OTHER_SITES = ("granitemoehybrid", "qwen3_5_text")
-"""Rows that name fewer layers, or leave narrow matrices alone that read the same tensor."""
+OTHER_SITES = ("granitemoehybrid", "qwen3_5_text", "cohere2")
+"""Rows that name fewer layers, leave narrow matrices alone that read the same tensor, or have two sites where attention
+and MLP read one."""
 SHORT = CalibrateOptions(context=48, samples=4, held_out=0)
 
 

@@ -47,7 +47,7 @@ def raises(action: object, *of: object) -> bool:
 def made(family: str, folder: Path) -> Checkpoint:
     changes = AS_LLAMA_CPP.get(family, {})
     path = make_opt(folder / family) if family == "opt" else make_model(folder / family, family, **changes)
-    if family in SMALL and family not in ("opt", "arcee", "nemotron"):
+    if family in SMALL and family not in ("opt", "arcee", "nemotron", "apertus"):
         config = json.loads((path / "config.json").read_text())
         field = FAMILIES[family].fields.get("hidden_act", "hidden_act")
         (path / "config.json").write_text(json.dumps({**config, field: "relu"}))

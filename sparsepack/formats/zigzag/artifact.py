@@ -29,6 +29,7 @@ from sparsepack.formats.zigzag.reader import (
     SINKS,
     TAIL,
     WEIGHT,
+    XIELU_PARAMETERS,
     ModelReader,
     per_layer_sources,
 )
@@ -137,6 +138,8 @@ class ZigzagArtifact(GgufArtifact):
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.own_norms.experts}")
         if f"{what}.{part}" == ROUTER_BIAS and experts is not None:
             return checkpoint.tensor(f"{checkpoint.family.block(layer)}.{experts.router}.bias")
+        if f"{what}.{part}" == XIELU_PARAMETERS and checkpoint.family.activation_parameters:
+            return checkpoint.activation_parameters(int(layer))
         vectors = {SINKS: checkpoint.family.sinks, SCALAR: checkpoint.family.layer_scalar}
         if source := per_layer_sources(checkpoint.family, int(layer)).get(f"{what}.{part}"):
             return checkpoint.tensor(source)

@@ -16,6 +16,7 @@
     blk.I.expert_scale.weight      [experts]               F32, likewise: by which the weight of each is multiplied
     blk.I.attn_sinks.weight        [heads]                 F32, likewise: a score of each query head
     blk.I.layer_scalar.weight      [1]                     F32, likewise: what leaves the block is multiplied by it
+    blk.I.mlp_xielu.weight         [4]                     F32, likewise: alpha_p, alpha_n, beta and eps of xIELU
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
                                    [experts, columns]      at mlp_mid of experts that are read at levels
     blk.I.SITE.steps               [levels]                F32, where columns are read at levels
@@ -99,6 +100,7 @@ from sparsepack.formats.zigzag.reader import (
     SHARED_GATE,
     SINKS,
     TAIL,
+    XIELU_PARAMETERS,
     delta_shapes,
     per_layer_sources,
     site_shapes,
@@ -240,6 +242,9 @@ def _groups(
         for stored, source in ((SINKS, checkpoint.family.sinks), (SCALAR, checkpoint.family.layer_scalar)):
             if source:
                 yield _in_f32(checkpoint, f"blk.{layer}.{stored}", f"{checkpoint.family.block(layer)}.{source}")
+        if checkpoint.family.activation_parameters:
+            parameters = partial(_encoded, checkpoint.activation_parameters, layer)
+            yield alone(PlannedTensor(f"blk.{layer}.{XIELU_PARAMETERS}", (4,), "F32"), parameters)
         yield from _planned_delta_net(checkpoint, architecture, layer)
         yield from block(architecture, layer)
         if per_layer is not None:
@@ -253,6 +258,10 @@ def _groups(
         yield _in_f32(checkpoint, "output_norm.bias", checkpoint.family.last_norm_bias)
     if "output.weight" in embedding:
         yield matrix("output.weight", HEAD, embedding["output.weight"])
+
+
+def _encoded(produce: Callable[[int], Tensor], layer: int) -> Tensor:
+    return BLOCKS["F32"].encode(produce(layer))
 
 
 def planned_site(

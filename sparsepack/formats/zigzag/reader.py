@@ -34,7 +34,7 @@ from sparsepack.formats.stock import check_config
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
-from sparsepack.models.blocks import Attention, DeltaNet, Mamba, ShortConv
+from sparsepack.models.blocks import XIELU, Attention, DeltaNet, Mamba, ShortConv
 from sparsepack.models.checkpoint.config_files import GENERATION, read_suggested
 from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG
 from sparsepack.models.family import MLP_MID, MLP_SITES, Family
@@ -63,6 +63,7 @@ SINKS = "attn_sinks.weight"
 """The name of the scores that query heads have beside those of keys, after the block's own."""
 
 SCALAR = "layer_scalar.weight"
+XIELU_PARAMETERS = "mlp_xielu.weight"
 """The name of what all that leaves a block is multiplied by."""
 
 PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION, PER_LAYER_NORM = (
@@ -195,6 +196,7 @@ def norm_widths(architecture: Architecture, layer: int) -> dict[str, int]:
     if isinstance(mixer, Attention):
         of_rows = {"q_row_norm": architecture.heads, "k_row_norm": mixer.kv_heads}
         heads = {name: count * mixer.head_dim for name, count in {"q_norm": 1, "k_norm": 1, **of_rows}.items()}
+    heads |= {"attn_sub_norm": architecture.heads * architecture.value_dim, "mlp_sub_norm": architecture.intermediate}
     if architecture.latent is not None:
         heads |= {"q_a_norm": architecture.latent.q_rank, "kv_a_norm": architecture.latent.kv_rank}
     return {name: heads.get(name, architecture.hidden) for name in architecture.family(layer).norms}
@@ -256,7 +258,10 @@ class ModelReader:
         sinks = isinstance(mixer, Attention) and mixer.sinks
         of_heads = self.vector(f"blk.{layer}.{SINKS}", self.architecture.heads) if sinks else None
         scalar = self.vector(f"blk.{layer}.{SCALAR}", 1) if self.architecture.blocks[layer].scaled else None
-        return PackedLayer(*parts, of_heads, self.delta_net(layer), scalar, self.per_layer(layer))
+        of_mlp = self.architecture.blocks[layer].mlp
+        has_xielu = of_mlp is not None and of_mlp.activation == XIELU
+        xielu = self.vector(f"blk.{layer}.{XIELU_PARAMETERS}", 4) if has_xielu else None
+        return PackedLayer(*parts, of_heads, self.delta_net(layer), scalar, self.per_layer(layer), xielu)
 
     def per_layer(self, layer: int) -> PackedPerLayer | None:
         """What a block adds by an input of its own; None: it has none."""

@@ -23,6 +23,7 @@ from sparsepack.files.stored import Stored, shown, validate
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import ExpertNumbers
+from sparsepack.models.checkpoint.codes import is_ternary
 from sparsepack.models.checkpoint.config_files import suggested
 from sparsepack.models.checkpoint.configuration import Described, checked_family, file_config, folder_config
 from sparsepack.models.checkpoint.converted import found_source
@@ -68,6 +69,7 @@ class Checkpoint:
 
     bases -- the blocks before which the residual stream changes its basis, ascending: a segment begins at each
     stored_types -- how its tensors are stored
+    ternary -- whether plain numbers of its matrices lie on a ternary grid, by a few rows of them
     """
 
     name: str
@@ -77,15 +79,19 @@ class Checkpoint:
     source: TensorSource
     bases: tuple[int, ...] = ()
     stored_types: tuple[StoredType, ...] = ()
+    ternary: bool = False
 
     @property
     def grid(self) -> str | None:
         """What to say of weights that were quantised before; None: they were not."""
         kinds = sorted({each.name for each in self.stored_types if each.quantised})
-        if not kinds:
+        if not kinds and not self.ternary:
             return None
+        of = f"weights in {', '.join(kinds)}, which lie on the grid of these types"
+        if not kinds:
+            of = "weights of three values each, -s, 0 and s, with an s for many neighbours"
         return (
-            f"weights in {', '.join(kinds)}, which lie on the grid of these types; quality beside a quantised source "
+            f"{of}; quality beside a quantised source "
             "is not that of the original, and a type that meets this grid again loses nothing of it"
         )
 
@@ -144,7 +150,13 @@ class Checkpoint:
     def _is_bare_norm(self, name: str) -> bool:
         """Whether it is the weight or the bias of a norm that has none."""
         norms = tuple(f".{module}" for module in (*self.family.norms.values(), self.family.after[-1]))
-        return self.family.bare_norms and name.rpartition(".")[0].endswith(norms)
+        none = self.family.bare_norms or (not self.family.norm_biases and name.endswith(".bias"))
+        return none and name.rpartition(".")[0].endswith(norms)
+
+    def activation_parameters(self, layer: int) -> torch.Tensor:
+        """What a block has learned of its activation (`Family.activation_parameters`), float32 [its number]."""
+        block = self.family.block(layer)
+        return torch.cat([self.tensor(f"{block}.{n}").float().view(1) for n in self.family.activation_parameters])
 
     def norm(self, name: str) -> torch.Tensor:
         """What a norm multiplies by, float32, by the name of its tensor."""
@@ -397,10 +409,23 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         source = fused_source(source, family)
     shown_name = name.encode("utf-8", "replace").decode()  # the system's names need not be text
     check_stock_model(config, source.shapes, bases, shown_name)
-    checkpoint = Checkpoint(shown_name, path, config, family, source, bases, stored.stored_types)
+    checkpoint = Checkpoint(shown_name, path, config, family, source, bases, stored.stored_types, _ternary(stored))
     if checkpoint.grid is not None:
         say(f"{name}: {checkpoint.grid}")
     return checkpoint
+
+
+def _ternary(stored: StoredSource) -> bool:
+    """Whether rows of two matrices of blocks hold ternary numbers, where tensors are plain."""
+    matrices = [name for name, shape in stored.shapes.items() if len(shape) == 2 and ".layers." in name]
+    if not matrices or any(each.quantised for each in stored.stored_types):
+        return False
+    some = (matrices[len(matrices) // 2], matrices[-1])
+    return all(is_ternary(stored.rows(name, 0, min(_ROWS, stored.shapes[name][0]))) for name in some)
+
+
+_ROWS = 16
+"""So many tell."""
 
 
 def checkpoint_of(model: Checkpoint | str | Path, hashed: bool = True) -> Checkpoint:

@@ -10,6 +10,8 @@ Shape = tuple[int, ...]
 
 _AT_ONCE = 1 << 17
 """So many numbers of 8 bits are converted at a time."""
+_TERNARY = 32
+"""Ternary weights have scales for at least so many neighbours."""
 _E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """What 4 bits of FP4 mean, without the sign, which is the highest of them."""
 _E2M3 = tuple([m / 8 for m in range(8)] + [(1 + m / 8) * 2**e for e in range(3) for m in range(8)])
@@ -53,6 +55,14 @@ def _block(length: int, count: int, sizes: Sequence[int]) -> int:
     if count < 1 or length % count:
         raise ValueError
     return length // count
+
+
+def is_ternary(weights: Tensor) -> bool:
+    """Whether of rows [n, columns] each weight is -s, 0 or s, with an s for every `_TERNARY` neighbours in a row."""
+    count = weights.shape[-1] // _TERNARY
+    sizes = torch.unflatten(weights[..., : count * _TERNARY].float().abs(), -1, (count, _TERNARY))
+    largest = sizes.amax(-1, keepdim=True)
+    return bool(largest.any()) and bool(((sizes == 0) | (sizes == largest)).all())
 
 
 def scales(found: Tensor) -> Tensor:

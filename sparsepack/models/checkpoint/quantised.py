@@ -151,7 +151,7 @@ class QuantisedSource:
         self._source, self._settings, self._where = source, settings, where
         self._matrices: dict[str, _Matrix] = {}
         self._held: dict[str, torch.Tensor] = {}
-        coded = [name for name, kind in source.types.items() if kind not in PLAIN]
+        coded = [name for name, kind in source.types.items() if kind not in PLAIN or settings.rounds(name)]
         if not is_read(settings):
             named = " ".join(filter(None, (settings.quant_method, settings.format)))
             first = f"{coded[0]} is {source.types[coded[0]]}, " if coded else ""

@@ -57,6 +57,14 @@ class Settings(Stored):
     linear_class: Name | None = None
     quantization_mode: Name | None = None
     use_rms_norm: bool = False
+    modules_to_not_convert: list[Name] | None = None
+
+    def rounds(self, name: str) -> bool:
+        """Whether a matrix that is stored as plain numbers is rounded to ternary ones before it multiplies."""
+        if self.quant_method != "bitnet" or self.quantization_mode != "online":
+            return False
+        kept = any(module in name for module in self.modules_to_not_convert or ())
+        return ".layers." in name and name.endswith("_proj.weight") and not kept
 
     @property
     def blocks(self) -> list[tuple[int, int]]:
@@ -329,9 +337,25 @@ def _decode_nf4(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
     )
 
 
+def _check_inputs(settings: Settings) -> None:
+    if settings.use_rms_norm:
+        raise Misfit("", "is of a model that norms the inputs of its matrices once more, which is not computed")
+
+
+def _shape_of_rounded(shapes: Mapping[str, Shape], read: Tensors, settings: Settings) -> Shape:
+    _check_inputs(settings)
+    return shapes[""]
+
+
+def _decode_rounded(stored: Tensors, shape: Shape, settings: Settings) -> Tensor:
+    """transformers rounds so in each pass (`quantization_mode` "online"): to -s, 0 or s, with the mean size s."""
+    weight = stored[""]
+    scale = 1 / weight.float().abs().mean().clamp(min=1e-5)
+    return (weight.float() * scale).round_().clamp_(-1, 1).div_(scale).to(weight.dtype).float()
+
+
 def _shape_of_ternary(shapes: Mapping[str, Shape], read: Tensors, settings: Settings) -> Shape:
-    if settings.quantization_mode == "online" or settings.use_rms_norm:
-        raise Misfit("", "is of a model that rounds its weights or norms its inputs as it runs, which is not computed")
+    _check_inputs(settings)
     return (4 * shapes[""][0], *shapes[""][1:])
 
 
@@ -387,5 +411,6 @@ SCHEMES: tuple[Scheme, ...] = (
     ),
     Scheme("LLM.int8", ("bitsandbytes",), "", ("I8",), (".SCB",), _shape_of_int8, _decode_int8, (".weight_format",)),
     Scheme("ternary", ("bitnet",), "", ("U8",), ("_scale",), _shape_of_ternary, _decode_ternary),
+    Scheme("ternary", ("bitnet",), "", ("BF16", "F16", "F32"), (), _shape_of_rounded, _decode_rounded),
 )
 """The rows, the first of which counts whose tensors are there."""

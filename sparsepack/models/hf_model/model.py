@@ -274,6 +274,8 @@ def build_model(
         backbone.get_submodule(family.after[-1]).register_forward_hook(lambda _, __, output: output * factor)
         model.config = copy.deepcopy(model.config)
         setattr(model.config, family.divides_logits, 1.0)
+        if hasattr(model, family.divides_logits):  # some models read it once
+            setattr(model, family.divides_logits, 1.0)
     if (rotary := getattr(backbone, family.rotary_module, None)) is not None:
         setattr(backbone, family.rotary_module, type(rotary)(config).to(first))
     if found is not None:

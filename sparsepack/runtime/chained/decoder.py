@@ -178,7 +178,8 @@ class OperationsDecoder:
                 update = self._mixed(number, read, mode, sequences, scales)
                 x = x + (norm("attn_post_norm", update) if block.norms_after else update)
             if block.mlp is not None:
-                read = norm("mlp_norm", x) if block.norms_before else x
+                if not block.parallel:
+                    read = norm("mlp_norm", x) if block.norms_before else x
                 update = layer.mlp.output(read, block.mlp.activation, mode, scales)
                 x = x + (norm("mlp_post_norm", update) if block.norms_after else update)
             if layer.per_layer is not None and inputs is not None:
@@ -222,6 +223,8 @@ class OperationsDecoder:
             of_each = zip(sequences, rows.tensor_split(len(sequences)), x.tensor_split(len(sequences)), strict=True)
             lengths = self.cache.lengths
             mixed = torch.cat([self._states.mix(number, y, x, of, lengths[of]) for of, y, x in of_each])
+        if self._architecture.blocks[number].sub_norms:
+            mixed = self._norm(self._layers[number], "attn_sub_norm", mixed)
         return sites["attn_out"].product(mixed, mode, scales)
 
     def _from_latents(self, number: int, latent: Latent, rows: Tensor, mode: Mode, scales: StepScales | None) -> Tensor:

@@ -13,7 +13,8 @@ from torch import Tensor
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_GATE, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedLayer, PackedSite
-from sparsepack.models.blocks import EXPERT_NORMS, Router
+from sparsepack.models.activations import xielu, xielu_coefficients
+from sparsepack.models.blocks import EXPERT_NORMS, SUB_NORMS, Router
 from sparsepack.models.sites import SiteRule, levels_read
 from sparsepack.runtime.kv_cache import AttentionShape, KvCache
 from sparsepack.runtime.reference import products as reference
@@ -157,10 +158,16 @@ class LoadedSite:
 
 @dataclass(frozen=True)
 class LoadedDenseMlp:
-    """A loaded MLP of the sites mlp_in and mlp_mid."""
+    """A loaded MLP of the sites mlp_in and mlp_mid.
+
+    norm  -- of what enters mlp_mid; None: it is not normed
+    xielu -- its function, in place of the activation; None: that is it
+    """
 
     sites: Mapping[str, LoadedSite]
     gated: bool
+    norm: Callable[[Tensor], Tensor] | None = None
+    xielu: Callable[[Tensor], Tensor] | None = None
 
     @property
     def active(self) -> Mapping[str, Tensor]:
@@ -169,9 +176,10 @@ class LoadedDenseMlp:
     def output(self, x: Tensor, activation: str, mode: Mode, scales: StepScales | None = None) -> Tensor:
         h = self.sites["mlp_in"].product(x, mode, scales)
         if self.gated:
-            gate, up = h.chunk(2, dim=-1)
-            return self.sites["mlp_mid"].product(reference.gated(activation, gate, up), mode, scales)
-        return self.sites["mlp_mid"].product(reference.ACTIVATION_FUNCTIONS[activation](h), mode, scales)
+            middle = reference.gated(activation, *h.chunk(2, dim=-1))
+        else:
+            middle = (self.xielu or reference.ACTIVATION_FUNCTIONS[activation])(h)
+        return self.sites["mlp_mid"].product(middle if self.norm is None else self.norm(middle), mode, scales)
 
 
 @dataclass(frozen=True)
@@ -358,6 +366,10 @@ def load_layer(layer: PackedLayer, operations: Operations, device: torch.device,
     if isinstance(mlp, LoadedExpertMlp) and EXPERT_NORMS[0] in norms:
         of_chosen, of_shared = (partial(reference.rms_norm, weight=norms[name], eps=eps) for name in EXPERT_NORMS)
         mlp = replace(mlp, norms=(of_chosen, of_shared))
+    if isinstance(mlp, LoadedDenseMlp) and SUB_NORMS[1] in norms:
+        mlp = replace(mlp, norm=partial(reference.rms_norm, weight=norms[SUB_NORMS[1]], eps=eps))
+    if isinstance(mlp, LoadedDenseMlp) and layer.xielu is not None:
+        mlp = replace(mlp, xielu=partial(xielu, coefficients=xielu_coefficients(layer.xielu.to(device))))
     basis = None if layer.basis is None else operations.load_rows(layer.basis, device)
     delta_net = {name: value.to(device) for name, value in layer.delta_net.items()}
     scalar = None if layer.scalar is None else layer.scalar.to(device)

@@ -14,7 +14,8 @@ from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.kinds import DENSE, NEURONS, PLAIN_NEURONS, MatrixFormat, MlpKind
 from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.packed import DenseMlp, ExpertMlp, NeuronMlp, PackedModel, PackedSite
-from sparsepack.models.blocks import EXPERT_NORMS, DeltaNet, Mamba, ShortConv
+from sparsepack.models.activations import xielu_coefficients
+from sparsepack.models.blocks import EXPERT_NORMS, SUB_NORMS, XIELU, DeltaNet, Mamba, ShortConv
 from sparsepack.models.family import ATTENTION_SITES, MLP_SITES, SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.models.sites import SiteRule
@@ -38,8 +39,10 @@ _LATENT_SITES = ("attn_kv_b", "attn_q_b")
 _NUMBERS = (*SITES, *_LATENT_SITES)
 """The sites in the order in which native/decoder/decoder.h has them."""
 
-_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1, "swiglu_oai": 4}
-"""Numbers as in kernels.h, `Activation`; an MLP without a gate takes its rows for both, and relu(h) h is relu2(h)."""
+_ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 5, "swiglu_oai": 4}
+_PLAIN = {**_ACTIVATIONS, "relu2": 1, XIELU: 1}
+"""Numbers as in kernels.h, `Activation`; an MLP without a gate takes its rows for both, and relu(h) h is relu2(h). A
+block with xIELU has its coefficients in place of a number."""
 
 
 class NativeDecoder:
@@ -174,7 +177,7 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         vocabulary=a.vocabulary,
         prefill_tokens=PREFILL_TOKENS,
         eps=a.norm_eps,
-        activation=_ACTIVATIONS[a.activation],
+        activation=(_ACTIVATIONS if a.row.gated else _PLAIN)[a.activation],
         embedding_scale=a.embedding_scale,
         logit_cap=a.logit_cap,
     )
@@ -182,6 +185,12 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         builder.add_layer(*(_norm(layer.norms, name) if name in block.norms else None for name in _NORMS))
         if layer.basis is not None:
             builder.set_basis(load_rows(layer.basis))
+        if layer.xielu is not None:
+            builder.set_xielu(vector(xielu_coefficients(layer.xielu)))
+        if block.parallel:
+            builder.set_parallel()
+        if block.sub_norms:
+            builder.set_sub_norms(*(vector(layer.norms[name]) for name in SUB_NORMS))
         if layer.scalar is not None:
             builder.set_scalar(float(layer.scalar))
         if (own := layer.per_layer) is not None:

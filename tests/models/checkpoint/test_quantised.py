@@ -244,6 +244,24 @@ def test_older_releases_say_beside_the_weights_how_they_are_quantised(model: Pat
     assert f" is {'U8' if kind.startswith('m') else 'I32'}, and no quantization_config in config.json" in refused(model)
 
 
+def test_plain_weights_on_a_ternary_grid_are_told(model: Path, capsys) -> None:
+    tensors = load_file(model / "model.safetensors")
+    generator = torch.Generator().manual_seed(0)
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.dim() == 2:
+            scale = torch.rand(len(weight), weight.shape[1] // 64, 1, generator=generator)
+            signs = torch.randint(-1, 2, (*scale.shape[:2], 64), generator=generator)
+            tensors[name] = (signs * scale).flatten(1).bfloat16()
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert open_checkpoint(model).ternary
+    assert "weights of three values each, -s, 0 and s" in capsys.readouterr().err
+    for name, weight in tensors.items():
+        if ".layers." in name and weight.dim() == 2:
+            weight[0, :2] = torch.tensor([0.3, 0.4])
+    save_file(tensors, model / "model.safetensors", {"format": "pt"})
+    assert open_checkpoint(model).grid is None
+
+
 def test_such_a_file_beside_plain_weights_means_nothing(model: Path) -> None:
     (model / "quantize_config.json").write_text('{"bits": 4}')
     assert open_checkpoint(model).grid is None

@@ -250,7 +250,7 @@ void check_elementwise(const Kernels& k) {
         }
         check_near(y[1], y[0], k.name, text("rotate of %d", n), 1e-6f);
 
-        for (int32_t activation : {SILU, RELU, GELU, GELU_TANH, CLAMPED_SWIGLU}) {
+        for (int32_t activation : {SILU, RELU, GELU, GELU_TANH, CLAMPED_SWIGLU, RELU2}) {
             std::vector<float> gate = normals(n, 4);
             gate[0] = n % 2 ? 90.0f : -90.0f;
             for (int s = 0; s < 2; s++) {

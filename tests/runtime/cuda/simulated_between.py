@@ -4,9 +4,11 @@ of its name."""
 import torch
 from simulated_double_sparsity import new_rows
 from simulated_launches import put_together
+from simulated_products import gated
 from simulated_words import BUFFERS, assert_written, write
 from torch import Tensor
 
+from sparsepack.models import activations
 from sparsepack.models.blocks import Latent
 from sparsepack.runtime.cuda.attention.attention import AttentionParameters
 from sparsepack.runtime.cuda.attention.latents import LatentWeights
@@ -117,6 +119,22 @@ def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *,
     if flag_in_data:
         assert_written(x)
     write(y, reference.norm(x, *norm, eps))
+
+
+def middle(
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    activation: int | None = None,
+    xielu: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    if flag_in_data:
+        assert_written(x)
+    made = activations.xielu(x, xielu) if xielu is not None else x if activation is None else gated(activation, x)
+    write(y, made if norm is None else reference.rms_norm(made, norm, eps))
 
 
 def norm_rows(qkv: Tensor, norms: tuple[Tensor, Tensor], eps: float, y: Tensor, *, flag_in_data: bool = False) -> None:

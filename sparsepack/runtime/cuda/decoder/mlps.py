@@ -1,7 +1,7 @@
 """The MLPs that the cuda decoder runs, a class for each kind: their part of a step, and of prefill."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar, Protocol
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sparsepack.formats import packed as stored
 from sparsepack.formats.kinds import DENSE, EXPERTS, MLP_RECORDS, NEURONS, PLAIN_NEURONS, MlpKind
+from sparsepack.models.activations import xielu
 from sparsepack.runtime.cuda.decoder.buffers import Launch, MlpPrompt, MlpStep, first_numbers
 from sparsepack.runtime.cuda.decoder.expert_mlp import ExpertMlp
 from sparsepack.runtime.cuda.decoder.sites import (
@@ -82,13 +83,20 @@ class CudaMlp(Protocol):
 
 @dataclass(frozen=True)
 class DenseMlp:
-    """An MLP of the sites mlp_in and mlp_mid."""
+    """An MLP of the sites mlp_in and mlp_mid.
+
+    norm, eps -- weight of the RMSNorm of what enters mlp_mid; None: it is not normed
+    xielu     -- coefficients of its function, float32 [4]; None: it has the activation's
+    """
 
     per_sequence: ClassVar[bool] = False
     has_rooms: ClassVar[bool] = False
     flag_in_data: ClassVar[bool] = True
 
     sites: Mapping[str, CudaSite]
+    norm: Tensor | None = field(default=None, kw_only=True)
+    eps: float = field(default=0.0, kw_only=True)
+    xielu: Tensor | None = field(default=None, kw_only=True)
 
     @property
     def matrices(self) -> Sequence[CudaZigzag]:
@@ -115,6 +123,13 @@ class DenseMlp:
         inner = first_numbers(of.mid, self.numbers)  # of other blocks there may be twice as many, gate and up
         yield step.product("mlp_in", into, step.input, inner, activation=of_product)
         mid = Input(inner, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input, plain=plain)
+        if of.middle is not None:
+            width = self.sites["mlp_mid"].matrix.columns
+            made, rows = first_numbers(of.middle[1], width), of.middle[1].numel() // of.middle[1].shape[-1]
+            launch = partial(kernels.middle, inner.view(rows, -1), made.view(rows, -1), norm=self.norm, eps=self.eps)
+            how = {"xielu": self.xielu} if self.xielu is not None else {"activation": of_input}
+            yield partial(launch, **how, flag_in_data=of.flag_in_data)
+            mid = Input(made, eps=self.eps, flag_in_data=of.flag_in_data)
         yield step.product("mlp_mid", self.sites["mlp_mid"], mid, of.y, residual=of.between, squares=of.squares_of_y)
 
     @property
@@ -126,7 +141,15 @@ class DenseMlp:
         stacked = kernels.multiply(into.matrix, of.x, of.scratch, into.dense.bias)
         width = mid.matrix.columns
         up = stacked.part(into.matrix.rows - width, width)  # without a gate, the gate too
+        if self.xielu is not None:
+            rows = up.sums * (up.factor * up.inverse)[:, None]
+            rows = rows if up.bias is None else rows + up.bias
+            return kernels.multiply(
+                mid.matrix, kernels.to_scaled_fp16(xielu(rows, self.xielu)), of.scratch, mid.dense.bias
+            )
         gated = kernels.gated(stacked.part(0, width), up, of.activation)
+        if self.norm is not None:
+            gated = kernels.to_scaled_fp16(gated.values.float() * gated.factor[:, None], None, self.norm, self.eps)
         return kernels.multiply(mid.matrix, gated, of.scratch, mid.dense.bias)
 
 

@@ -8,15 +8,16 @@ import torch
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedLayer, PackedModel
+from sparsepack.models.activations import xielu_coefficients
 from sparsepack.models.architecture import Architecture
-from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS, Attention, Latent
+from sparsepack.models.blocks import CLAMPED_SWIGLU, EXPERT_NORMS, SUB_NORMS, XIELU, Attention, Latent
 from sparsepack.models.family import ATTENTION_SITES, LATENT_SITES
 from sparsepack.models.parts import LATENT_NORMS
 from sparsepack.placement.budget import Plan
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.attention.latents import LatentWeights, latent_weights
 from sparsepack.runtime.cuda.decoder.expert_mlp import ExpertMlp
-from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, load_mlp
+from sparsepack.runtime.cuda.decoder.mlps import CudaMlp, DenseMlp, load_mlp
 from sparsepack.runtime.cuda.decoder.per_layer import (
     PerLayer,
     PerLayerInputs,
@@ -30,9 +31,10 @@ from sparsepack.runtime.cuda.products.rows import RowsMatrix
 from sparsepack.runtime.decoder import kept_latents, load_vector
 from sparsepack.runtime.hybrid.cpu_gpu import CpuGpu
 
-ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 1, CLAMPED_SWIGLU: 5}
+ACTIVATIONS = {"silu": 0, "relu": 1, "gelu": 2, "gelu_pytorch_tanh": 3, "relu2": 4, CLAMPED_SWIGLU: 5}
+PLAIN_ACTIVATIONS = {"relu2": 1, XIELU: 1}
 """The activations have the numbers that `kernels/common/activations.cuh` gives them; an MLP without a gate takes its
-rows for both, and relu(h) h is relu2(h)."""
+rows for both, and relu(h) h is relu2(h); of xIELU nobody looks at the number."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,8 @@ class CudaLayer:
     attention  -- the sites of its token mixer; empty: it is an MLP alone
     mlp        -- None: it is a token mixer alone
     attn_norm, mlp_norm -- the RMSNorms of what attention and the MLP read; None: they read it as it is
-    layer_norms -- weight and bias of the LayerNorms in their place; None: there are none
+    layer_norms -- weight and bias of the LayerNorms in their place, twice the same where both read one; None: there are
+                   none
     basis      -- what its input is multiplied by first; None: nothing
     post_norms -- the norms of what attention and the MLP add; None: they add it as it is
     row_norms  -- those of the queries and of the keys of all heads together; None: there are none
@@ -51,6 +54,8 @@ class CudaLayer:
                     are no latents
     scalar     -- what all that leaves the block is multiplied by; 1 where nothing is normed before it is added
     expert_norms -- the norms of what the chosen experts make, and of what the shared ones make; None: there are none
+    sub_norm   -- the norm of what enters attn_out; None: there is none
+    parallel   -- the MLP reads what attn_in reads
     latents    -- attn_kv_b as steps multiply with it where latents are cached; None: keys and values are
     per_layer  -- what it adds by an input of its own; None: it has none
     """
@@ -69,6 +74,8 @@ class CudaLayer:
     expert_norms: tuple[Tensor, Tensor] | None = None
     latents: LatentWeights | None = None
     per_layer: PerLayer | None = None
+    sub_norm: Tensor | None = None
+    parallel: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,6 +146,16 @@ class CudaModel:
         return any(block.layer_norms for block in self.architecture.blocks)
 
     @property
+    def middles(self) -> bool:
+        """Whether a kernel stands between products of an MLP."""
+        return self.architecture.activation == XIELU or any(block.sub_norms for block in self.architecture.blocks)
+
+    @property
+    def parallel(self) -> bool:
+        """Whether the MLPs of blocks read what attention reads."""
+        return any(block.parallel for block in self.architecture.blocks)
+
+    @property
     def row_norms(self) -> bool:
         """Whether queries and keys of all heads are normed together."""
         return any(block.qk_norm == "rows" for block in self.architecture.blocks)
@@ -184,6 +201,7 @@ def load_model(
             return None if one is None or other is None else (one, other)
 
         first, second = norms("attn_norm", "attn_norm_bias"), norms("mlp_norm", "mlp_norm_bias")
+        second = first if block.parallel else second
         layer_norms = None if first is None or second is None else (first, second)
         before = (None, None) if block.layer_norms else (norm("attn_norm"), norm("mlp_norm"))
         post_norms, row_norms = norms("attn_post_norm", "mlp_post_norm"), norms("q_row_norm", "k_row_norm")
@@ -199,6 +217,12 @@ def load_model(
         expert_norms = norms(*EXPERT_NORMS)
         if expert_norms is not None and isinstance(mlp, ExpertMlp):
             mlp = replace(mlp, norms=expert_norms, eps=float(packed.architecture.norm_eps))
+        if block.sub_norms and isinstance(mlp, DenseMlp):
+            mlp = replace(mlp, norm=norm(SUB_NORMS[1]), eps=float(packed.architecture.norm_eps))
+        if of.xielu is not None and isinstance(mlp, DenseMlp):
+            mlp = replace(mlp, xielu=xielu_coefficients(of.xielu).to(device, torch.float32))
+        plain = block.mlp is not None and not block.mlp.gated
+        numbers_of = {**ACTIVATIONS, **PLAIN_ACTIVATIONS} if plain else ACTIVATIONS
         found = CudaLayer(
             attention,
             mlp,
@@ -206,11 +230,13 @@ def load_model(
             basis,
             post_norms,
             row_norms,
-            0 if block.mlp is None else ACTIVATIONS[block.mlp.activation],
+            0 if block.mlp is None else numbers_of[block.mlp.activation],
             layer_norms,
             latent_norms,
             1.0 if of.scalar is None else float(of.scalar),
             expert_norms,
+            sub_norm=norm(SUB_NORMS[0]),
+            parallel=block.parallel,
         )
         if (own := of.per_layer) is not None:
             numbers = number, float(packed.architecture.norm_eps), found.activation

@@ -155,9 +155,15 @@ class Prefill:
                 if mixer is not None:
                     normed = kernels.to_scaled_fp16(x, update, attn_norm, eps, update_norm, attn_bias, scalar)
                     mixed = mixer.prefill(self._prompt(layer, normed, sequence, filled))
-                    update = self._multiply(layer.attention["attn_out"], kernels.to_scaled_fp16(mixed))
+                    update = self._multiply(
+                        layer.attention["attn_out"], kernels.to_scaled_fp16(mixed, None, layer.sub_norm, eps)
+                    )
                     update_norm, scalar = after_attention, layer.scalar if mlp is None else 1.0
-                if mlp is not None:
+                if mlp is not None and layer.parallel:
+                    if update is not None:
+                        kernels.add(x, update)
+                    update, update_norm, scalar = self._mlp(layer, mlp, normed, x, filled), None, 1.0
+                elif mlp is not None:
                     normed = kernels.to_scaled_fp16(x, update, mlp_norm, eps, update_norm, mlp_bias, scalar)
                     update = self._mlp(layer, mlp, normed, x, filled)
                     update_norm, scalar = after_mlp, layer.scalar

@@ -104,12 +104,17 @@ class Step:
         x = Input(of.x, layer.attn_norm, eps, squares, flag_in_data=flag_of_x)
         if layer.layer_norms is not None and of.layer_normed is not None:
             yield self._layer_norm(x, layer.layer_norms[0], of.layer_normed[0])
-            x = Input(of.layer_normed[0], eps=eps, flag_in_data=of.flag_in_data)
+            x = Input(of.layer_normed[0], eps=eps, flag_in_data=of.flag_in_data and not layer.parallel)
         add: Callable[..., Launch] | None = None  # what the mixer gives
         if mixer is not None:
             yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
             yield from mixer.step(MixerStep(of, x, product, partial(self._active, number), sparse))
             attended = Input(of.attn_output, eps=eps, flag_in_data=of.flag_in_data and mixer.flag_in_data)
+            if layer.sub_norm is not None and of.middle is not None:
+                rows = of.attn_output.view(sequences, -1), of.middle[0].view(sequences, -1)
+                launch = partial(self._kernels.middle, *rows, norm=layer.sub_norm, eps=eps)
+                yield partial(launch, flag_in_data=attended.flag_in_data)
+                attended = Input(of.middle[0], eps=eps, flag_in_data=of.flag_in_data)
             add = partial(product, "attn_out", layer.attention["attn_out"], attended)
         between_squares = None if layer.mlp_norm is None else of.between_squares
         flag_of_between = flag_of_x if mixer is None else of.flag_in_data
@@ -118,7 +123,9 @@ class Step:
         if layer.post_norms is None or of.updates is None or self._zeros is None:
             if add is not None:
                 yield add(of.between, residual=of.x, squares=of.between_squares)
-            if layer.layer_norms is not None and of.layer_normed is not None:
+            if layer.parallel:
+                of_mlp = replace(of_mlp, input=x)
+            elif layer.layer_norms is not None and of.layer_normed is not None:
                 yield self._layer_norm(between, layer.layer_norms[1], of.layer_normed[1])
                 centred = Input(of.layer_normed[1], eps=eps, flag_in_data=of.flag_in_data)
                 of_mlp = replace(of_mlp, input=centred)

@@ -366,6 +366,45 @@ def gate_inputs(gates: Tensor, inputs: Tensor, activation: int, y: Tensor) -> No
         )
 
 
+def middle(
+    x: Tensor,
+    y: Tensor,
+    *,
+    norm: Tensor | None = None,
+    eps: float = 0.0,
+    activation: int | None = None,
+    xielu: Tensor | None = None,
+    flag_in_data: bool = False,
+) -> None:
+    """Put y = v of B rows, or RMSNorm(v) where there is a norm, on the current stream: what enters attn_out or mlp_mid.
+
+    x            -- float32 [B, width], contiguous: v; with an activation [B, 2 * width]: v = activation(gate) * up
+    y            -- float32 [B, width]
+    norm, eps    -- weight of the RMSNorm, float32 [width], and what it adds to the mean square
+    activation   -- number of the function, see `kernels/common/activations.cuh`; None: there are no gates
+    xielu        -- coefficients float32 [4], as `models.activations.xielu` takes them: v = xIELU(x); None: another v
+    flag_in_data -- x is in words of `driver/memory.py`: read as soon as it is stored; y may be read so in any case
+
+    Raises `ValueError` for shapes that do not fit.
+    """
+    rows, width = y.shape
+    made = 1 if activation is not None else 2 if xielu is not None else 0
+    wide = width * (1 + (made == 1))
+    if x.shape != (rows, wide) or (norm is not None and norm.shape != (width,)):
+        of_norm = None if norm is None else list(norm.shape)
+        raise ValueError(f"x {list(x.shape)}, norm {of_norm}: expected {[rows, wide]} and {[width]}")
+    defines = (
+        *(f"ROUNDS={-(-width // NORM_THREADS)}", f"FLAG_IN_DATA={int(flag_in_data)}"),
+        *(f"MADE={made}", f"NORMED={int(norm is not None)}", f"ACTIVATION={activation or 0}"),
+    )
+    launch(
+        kernel("middle", "middle", defines, x.device.index or 0),
+        (rows,),
+        NORM_THREADS,
+        *(x, norm, xielu, width, float(eps), y),
+    )
+
+
 def post_norm(
     update: Tensor,
     residual: Tensor,

@@ -54,6 +54,13 @@ public:
         model_.layers.push_back(std::move(layer));
     }
 
+    // Norms of what enters attn_out and mlp_mid of the last layer.
+    void set_sub_norms(const Vector& attn, const Vector& mlp) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().attn_sub_norm = copied(attn);
+        model_.layers.back().mlp_sub_norm = copied(mlp);
+    }
+
     // Site `number` (decoder.h) of the last layer.
     void set_site(int number, std::shared_ptr<ZigzagMatrix> matrix, std::optional<Vector> bias,
                   std::optional<Vector> threshold, std::optional<Vector> offset) {
@@ -120,6 +127,17 @@ public:
     }
 
     // The last layer's attention has an output gate.
+    void set_parallel() {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().parallel = true;
+    }
+
+    // Coefficients [4] of the last layer's xIELU: of squares above 0, of what lies below it, of all, and the least distance.
+    void set_xielu(const Vector& coefficients) {
+        if (model_.layers.empty()) throw std::invalid_argument("no layer");
+        model_.layers.back().xielu = copied(coefficients);
+    }
+
     void set_gated() {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().gated = true;
@@ -324,6 +342,7 @@ void bind_decoder(nb::module_& m) {
             "embedding_scale"_a, "logit_cap"_a)
         .def("add_layer", &Builder::add_layer, "attn_norm"_a.none(), "mlp_norm"_a.none(), "attn_post_norm"_a.none(),
              "mlp_post_norm"_a.none(), "q_row_norm"_a.none(), "k_row_norm"_a.none())
+        .def("set_sub_norms", &Builder::set_sub_norms, "attn"_a, "mlp"_a)
         .def("set_site", &Builder::set_site, "number"_a, "matrix"_a, "bias"_a.none(), "threshold"_a.none(),
              "offset"_a.none())
         .def("set_neurons", &Builder::set_neurons, "records"_a, "gates"_a.none())
@@ -336,6 +355,8 @@ void bind_decoder(nb::module_& m) {
         .def("set_latent", &Builder::set_latent, nb::kw_only(), "q_rank"_a, "kv_rank"_a, "plain"_a, "turning"_a,
              "value"_a, "q_norm"_a.none(), "kv_norm"_a)
         .def("set_basis", &Builder::set_basis, "matrix"_a)
+        .def("set_parallel", &Builder::set_parallel)
+        .def("set_xielu", &Builder::set_xielu, "coefficients"_a)
         .def("set_gated", &Builder::set_gated)
         .def("set_k_eq_v", &Builder::set_k_eq_v)
         .def("set_scalar", &Builder::set_scalar, "scalar"_a)

@@ -23,6 +23,11 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
         if (layer.basis) change_basis_of_rows(*layer.basis, first, last, batch);
         if (layer.mixes()) {
             norm_rows(layer.attn_norm, first, last);
+            const size_t own =
+                size_t(last - first) * s_.hidden * layer.parallel;  // products leave active columns alone
+            if (own)
+                memcpy(wide_read_.data() + int64_t(first) * s_.hidden, normed + int64_t(first) * s_.hidden,
+                       own * sizeof(float));
             pool_.barrier();
             if (layer.delta_net) {
                 // Before the product, which leaves of its inputs the active columns alone.
@@ -35,11 +40,19 @@ void Decoder::tokens(const int64_t* ids, int32_t batch, bool sparse, float* logi
             else
                 attend_batch(into, number, batch, sparse, thread);
             pool_.barrier();
+            if (!layer.attn_sub_norm.empty()) {
+                norm_each(layer.attn_sub_norm, first, last, inner);
+                pool_.barrier();
+            }
             Sums sums = multiply_batch(number, ATTN_OUT, inner, batch, sparse, thread);
             add_batch(sums, layer.attn_post_norm, batch, thread);
         }
         if (layer.has_mlp()) {
-            norm_rows(layer.mlp_norm, first, last);
+            if (!layer.parallel)
+                norm_rows(layer.mlp_norm, first, last);
+            else if (first < last)
+                memcpy(normed + int64_t(first) * s_.hidden, wide_read_.data() + int64_t(first) * s_.hidden,
+                       size_t(last - first) * s_.hidden * sizeof(float));
             pool_.barrier();
             mlp_batch(number, batch, sparse, thread);
         }
@@ -77,6 +90,11 @@ void Decoder::mlp_batch(int number, int32_t batch, bool sparse, int thread) {
     if (layer.neurons) return neurons_batch(sums, number, batch, sparse, thread);
     gate_batch(sums, number, batch, thread);
     pool_.barrier();
+    if (!layer.mlp_sub_norm.empty()) {
+        norm_each(layer.mlp_sub_norm, batch * thread / pool_.threads(), batch * (thread + 1) / pool_.threads(),
+                  wide_inner_.data());
+        pool_.barrier();
+    }
     add_batch(multiply_batch(number, MLP_MID, wide_inner_.data(), batch, sparse, thread), layer.mlp_post_norm, batch,
               thread);
 }
@@ -195,7 +213,7 @@ void Decoder::gate_batch(const Sums& both, int layer, int32_t batch, int thread)
         float* x = wide_inner_.data() + int64_t(t) * width + first;
         read(sums_of(both, t), first, n, x);
         read(sums_of(both, t), both.rows - width + first, n, up);
-        k_.gate(s_.activation, x, up, n, x);
+        activate(layer, x, up, n, x);
     }
 }
 

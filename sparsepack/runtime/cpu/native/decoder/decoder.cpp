@@ -141,7 +141,9 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
         const int64_t width = mid ? mid->columns : 0;
         expect(width > 0 && width <= s.intermediate, name + ": an MLP wider than all are");
         bool plain = in && in->rows == width;
-        expect(!plain || s.activation == RELU, name + ": another activation without a gate");
+        expect(layer.xielu.empty() || (plain && layer.xielu.size() == 4 && !layer.experts),
+               name + ": xIELU with a gate, or of another length");
+        expect(!plain || s.activation == RELU || !layer.xielu.empty(), name + ": another activation without a gate");
         check_site(layer.sites[MLP_IN], (plain ? 1 : 2) * width, s.hidden, name + " mlp_in");
         size_t experts = layer.experts ? size_t(layer.experts->stored()) : 1;
         check_site(layer.sites[MLP_MID], s.hidden, width, name + " mlp_mid", experts);
@@ -151,6 +153,12 @@ void check_layer(const Layer& layer, const Shape& s, const AttentionShape& a, co
                name + ": norm of another length");
     for (const auto* norm : {&layer.attn_post_norm, &layer.mlp_post_norm})
         expect(norm->empty() || norm->size() == size_t(s.hidden), name + ": norm of another length");
+    for (int site : {ATTN_OUT, MLP_MID}) {
+        const auto& norm = site == ATTN_OUT ? layer.attn_sub_norm : layer.mlp_sub_norm;
+        expect(norm.empty() || (layer.sites[site].matrix && !layer.experts &&
+                                norm.size() == size_t(layer.sites[site].matrix->columns)),
+               name + ": norm of another length");
+    }
     expect(layer.q_row_norm.empty() == layer.k_row_norm.empty(), name + ": queries or keys normed, not both");
     if (!layer.q_row_norm.empty())
         expect(layer.q_row_norm.size() == size_t(a.q_rows()) && layer.k_row_norm.size() == size_t(a.kv_rows()),
@@ -174,7 +182,7 @@ void check_model(const Model& m) {
     for (const Layer& layer : m.layers) attend += layer.mixes() && !layer.keeps_state();
     expect(attend > 0, "no layer with attention");
     for (const auto& cache : m.caches) expect(cache->layers() == attend, "cache of other layers");
-    expect(s.activation >= SILU && s.activation <= CLAMPED_SWIGLU, "activation: unknown");
+    expect(s.activation >= SILU && s.activation <= RELU2, "activation: unknown");
     for (const Rows* rows : {&m.embedding, &m.output})
         expect(rows->rows == s.vocabulary && rows->columns == s.hidden, "embedding or output of another shape");
     for (const Layer& layer : m.layers)
@@ -271,7 +279,9 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     int64_t per_layer = model_.per_layer ? int64_t(model_.per_layer->norm.size()) : 0;
     int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner, latents, per_layer});
     int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;
+    bool sub_norms = false;
     for (const Layer& layer : model_.layers) {
+        sub_norms |= !layer.attn_sub_norm.empty() || !layer.mlp_sub_norm.empty();
         if (!layer.experts) continue;
         experts = std::max<int64_t>(experts, layer.experts->stored());
         used = std::max<int64_t>(used, layer.experts->of_token());
@@ -329,6 +339,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
         own.x = Buffer<float>(s_.hidden);
         own.normed = Buffer<float>(s_.hidden);
         own.d = Buffer<float>(columns);
+        own.inner = Buffer<float>(sub_norms ? columns : 0);
         own.made = Buffer<float>(experts ? 2 * s_.hidden : 0);
         own.indices = Buffer<int32_t>(columns + 16);
         own.lists = Buffer<int32_t>(PLANES * (columns + 16));

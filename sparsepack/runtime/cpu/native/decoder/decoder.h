@@ -128,6 +128,7 @@ struct Layer {
     std::vector<float> attn_norm, mlp_norm;  // of what they read; empty: they read it as it is. [hidden], or of
                                              // LayerNorm, which subtracts the mean, [2 hidden] with its bias
     std::vector<float> attn_post_norm, mlp_post_norm;  // of what attention and MLP add; empty: it is not normed
+    std::vector<float> attn_sub_norm, mlp_sub_norm;    // of what enters attn_out and mlp_mid; empty: likewise
     std::vector<float> q_row_norm, k_row_norm;         // of queries and keys of all heads together; empty: likewise
     const Neurons* neurons = nullptr;                  // then MLP_IN is the gate alone, and MLP_MID nothing
     const Gates* gates = nullptr;                      // by rows; then MLP_IN has no matrix
@@ -138,6 +139,8 @@ struct Layer {
     std::optional<DeltaNet> delta_net;    // in place of attention, between the same sites
     std::optional<ShortConv> short_conv;  // likewise
     std::optional<Mamba> mamba;           // likewise
+    std::vector<float> xielu;             // [4], of the MLP's function without a gate; empty: it is another one
+    bool parallel = false;                // the MLP reads what attn_in reads
     bool gated = false;                   // attention has an output gate: of each head rows of queries, then of gates
     bool k_eq_v = false;                  // attn_in has no rows of values, which are the keys as it gives them
     std::optional<PerLayer> per_layer;    // what the block adds last
@@ -195,6 +198,7 @@ private:
     // The memory that each thread has for itself.
     struct Scratch {
         Buffer<float> x, normed, d, heads, attention, thresholds;
+        Buffer<float> inner;             // what enters attn_out or mlp_mid, where that is normed
         Buffer<int32_t> indices, lists;  // lists: of each level
         Buffer<uint8_t> neuron_input;
         Buffer<float> rows;           // queries and keys, where they are normed together
@@ -253,6 +257,8 @@ private:
     void layer_norm(const float* x, const float* weight, float* y) const;
     Input whole(int layer, int site, const float* x, int thread);
     Input select(int layer, int site, const float* x, bool sparse, int thread);
+    Input select_normed(int layer, int site, const float* x, const std::vector<float>& norm, bool sparse, int thread);
+    void norm_each(const std::vector<float>& norm, int32_t first, int32_t last, float* x) const;
     void multiply(const Input& input);
     static int64_t units_read(const Site& at, const Active& active);
     void collect_levels(const Site& at, const float* x, int32_t first, int32_t n, int32_t index, float* d,
@@ -268,6 +274,7 @@ private:
     void cap_logits(float* logits, int64_t count, int thread);
 
     // decoder/step.cpp
+    void activate(int layer, const float* gate, const float* up, int32_t n, float* y) const;
     void token(int64_t id, bool sparse, float* logits, int thread);
     void layers_from(int first, bool sparse, float* logits, int thread);
     Sums mixer(int layer, float* normed, bool sparse, int thread);
@@ -388,6 +395,7 @@ private:
     Buffer<int32_t> starts_;               // [experts + 1]: where the places of each begin
     ThresholdController controller_ = {};
     std::vector<SequenceScale> scales_;
+    Buffer<float> wide_read_;  // what blocks read whose MLPs read it, too, [sequences][hidden]
     Buffer<float> wide_x_, wide_normed_, wide_rows_,
         wide_inner_;               // [prefill_tokens][...], or [sequences][...] in a step
     Buffer<uint8_t> wide_inputs_;  // likewise, of gates by rows

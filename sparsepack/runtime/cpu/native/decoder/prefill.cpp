@@ -11,6 +11,8 @@ namespace sparsepack {
 void Decoder::grow_wide(int64_t positions) {
     wide_x_.grow(positions * s_.hidden);
     wide_normed_.grow(positions * s_.hidden);
+    for (const Layer& layer : model_.layers)
+        if (layer.parallel) wide_read_.grow(std::min<int64_t>(positions, model_.caches.size()) * s_.hidden);
     int64_t rows = std::max(2 * s_.intermediate, s_.hidden), inner = attn_output_.size(), qkv = 0;
     for (const Layer& layer : model_.layers) {
         for (int site : {ATTN_IN, ATTN_KV_B})
@@ -98,7 +100,7 @@ void Decoder::prefill_together(const int64_t* ids, int32_t count, int layers, fl
             mixer_rows(number, first, last, count, thread);
         }
         if (layer.has_mlp()) {
-            norm_rows(layer.mlp_norm, first, last);
+            if (!layer.parallel) norm_rows(layer.mlp_norm, first, last);
             pool_.barrier();
             mlp_rows(number, first, last, count, thread);
         }
@@ -136,6 +138,10 @@ void Decoder::mixer_rows(int number, int32_t first, int32_t last, int32_t count,
         }
     }
     pool_.barrier();
+    if (!layer.attn_sub_norm.empty()) {
+        norm_each(layer.attn_sub_norm, first, last, (layer.latent ? wide_heads_ : wide_inner_).data());
+        pool_.barrier();
+    }
     matmul(layer.sites[ATTN_OUT], (layer.latent ? wide_heads_ : wide_inner_).data(), count);
     pool_.barrier();
     add_rows(layer.sites[ATTN_OUT], layer.attn_post_norm, first, last);
@@ -153,6 +159,7 @@ void Decoder::mlp_rows(int number, int32_t first, int32_t last, int32_t position
     }
     if (layer.neurons) return neuron_rows(number, first, last, positions);
     gate_rows(number, first, last);
+    norm_each(layer.mlp_sub_norm, first, last, wide_inner_.data());
     pool_.barrier();
     matmul(layer.sites[MLP_MID], wide_inner_.data(), positions);
     pool_.barrier();
@@ -233,7 +240,7 @@ void Decoder::gate_rows(int number, int32_t first, int32_t last) {
     for (int32_t p = first; p < last; ++p) {
         float *gate = wide_rows_.data() + int64_t(p) * rows, *up = gate + rows - n;
         if (!in.bias.empty()) k_.sum(in.bias.data(), 0, 1, nullptr, rows, 1, gate);
-        k_.gate(s_.activation, gate, up, n, wide_inner_.data() + int64_t(p) * n);
+        activate(number, gate, up, n, wide_inner_.data() + int64_t(p) * n);
     }
 }
 

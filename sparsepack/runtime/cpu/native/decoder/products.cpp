@@ -85,6 +85,22 @@ Decoder::Input Decoder::select(int layer, int site, const float* x, bool sparse,
     return {&at, own.d.data(), active, &at.sparse_bias, partial_sums_[site & 1].data()};
 }
 
+// The same of x normed, where `norm` is not empty: each thread norms it for itself.
+Decoder::Input Decoder::select_normed(int layer, int site, const float* x, const std::vector<float>& norm, bool sparse,
+                                      int thread) {
+    if (norm.empty()) return select(layer, site, x, sparse, thread);
+    float* inner = scratch_[thread].inner.data();
+    k_.rms_norm(x, norm.data(), int32_t(norm.size()), s_.eps, inner);
+    return select(layer, site, inner, sparse, thread);
+}
+
+// x [positions][columns], normed where `norm` is not empty; of positions first ... last - 1.
+void Decoder::norm_each(const std::vector<float>& norm, int32_t first, int32_t last, float* x) const {
+    const int64_t columns = int64_t(norm.size());
+    for (int64_t p = first; p < last && columns; ++p)
+        k_.rms_norm(x + p * columns, norm.data(), int32_t(columns), s_.eps, x + p * columns);
+}
+
 void Decoder::multiply(const Input& input) {
     share_gemv(k_, pool_, *input.site->matrix, input.x, input.active, input.partial_sums);
 }

@@ -55,7 +55,7 @@ void Decoder::layers_from(int first, bool sparse, float* logits, int thread) {
             add_to(x, mixer(number, normed, sparse, thread), layer.attn_post_norm, thread);
         }
         if (layer.has_mlp()) {
-            norm(x, layer.mlp_norm, normed);
+            if (!layer.parallel) norm(x, layer.mlp_norm, normed);
             add_to(x, mlp(number, normed, sparse, thread), layer.mlp_post_norm, thread);
         }
         add_per_layer(number, x, thread);
@@ -84,7 +84,7 @@ Decoder::Sums Decoder::mixer(int number, float* normed, bool sparse, int thread)
         });
     }
     pool_.barrier();
-    input = select(number, ATTN_OUT, attn_output_.data(), sparse, thread);
+    input = select_normed(number, ATTN_OUT, attn_output_.data(), layer.attn_sub_norm, sparse, thread);
     multiply(input);
     pool_.barrier();
     return sums(input);
@@ -113,6 +113,17 @@ Decoder::Sums Decoder::mlp(int number, float* normed, bool sparse, int thread) {
     multiply(input);
     pool_.barrier();
     return sums(input);
+}
+
+// What an MLP makes of n rows of its gate and of up, which without a gate are one.
+void Decoder::activate(int layer, const float* gate, const float* up, int32_t n, float* y) const {
+    const std::vector<float>& of = model_.layers[layer].xielu;
+    if (of.empty()) return k_.gate(s_.activation, gate, up, n, y);
+    const float above = of[0], below = of[1], beta = of[2], eps = of[3];
+    for (int32_t i = 0; i < n; ++i) {
+        const float x = up[i];
+        y[i] = beta * x + (x > 0 ? above * x * x : (expm1f(std::min(x, eps)) - x) * below);
+    }
 }
 
 // x[positions][hidden] times the scalar of a block
@@ -314,7 +325,11 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
         Sums both = sums(input);
         read(both, first, n, x);
         read(both, both.rows - width + first, n, up);
-        k_.gate(s_.activation, x, up, n, x);
+        activate(layer, x, up, n, x);
+    }
+    if (const std::vector<float>& norm = model_.layers[layer].mlp_sub_norm; !norm.empty()) {
+        pool_.barrier();
+        return select_normed(layer, MLP_MID, middle_.data(), norm, sparse, thread);
     }
     if (n && sparse && site.has_levels()) {
         int64_t stride = level_list(width, 1, thread) - level_list(width, 0, thread);

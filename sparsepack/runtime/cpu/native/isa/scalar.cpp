@@ -251,6 +251,7 @@ float activated(int32_t activation, float x) {
     switch (activation) {
         case SILU: return x / (1 + expf(-x));
         case RELU: return x > 0 ? x : 0;
+        case RELU2: return x > 0 ? x * x : 0;
         case GELU: return 0.5f * x * (1 + erff(x * 0.70710678118654752f));
         default: return 0.5f * x * (1 + tanhf(0.79788456080286536f * (x + 0.044715f * x * x * x)));
     }

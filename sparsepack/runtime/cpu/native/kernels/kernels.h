@@ -118,8 +118,8 @@ struct DeltaWork {
 
 enum { MATMUL_TILE = 128 };
 
-// CLAMPED_SWIGLU: with g = min(gate, 7) and u = up kept within -7 and 7, g sigmoid(1.702 g) (u + 1).
-enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3, CLAMPED_SWIGLU = 4 };
+// RELU2: max(g, 0)^2 u. CLAMPED_SWIGLU: with g = min(gate, 7) and u = up kept within -7 and 7, g sigmoid(1.702 g) (u + 1).
+enum Activation { SILU = 0, RELU = 1, GELU = 2, GELU_TANH = 3, CLAMPED_SWIGLU = 4, RELU2 = 5 };
 
 struct Kernels {
     const char* name;
