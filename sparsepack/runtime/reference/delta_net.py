@@ -1,6 +1,6 @@
 """The oracle's mixers that keep a state in place of keys and values, in plain torch: the gated delta net (Gated Delta
-Networks, arXiv 2412.06464) and the state-space model (Mamba-2, arXiv 2405.21060), token by token, and LFM2's short
-convolution."""
+Networks, arXiv 2412.06464) and the state-space model (Mamba-2, arXiv 2405.21060), token by token, the latter by chunks,
+too, and LFM2's short convolution."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -14,6 +14,8 @@ from sparsepack.errors import UserError
 from sparsepack.models.blocks import DeltaNet, Mamba
 from sparsepack.runtime.reference.products import rms_norm
 
+CHUNK = 64
+"""A state-space model takes so many positions of a prompt together."""
 L2_EPS = 1e-6
 """Is added to the sum of a head's squares, by whose root queries and keys are divided."""
 
@@ -68,6 +70,28 @@ def state_space(x: Tensor, b: Tensor, c: Tensor, steps: Tensor, rate: Tensor, st
         state *= (-rate * steps[t]).exp()[:, None, None]
         state += (steps[t, :, None] * x[t])[:, :, None] * b[t, :, None]
         outputs[t] = torch.einsum("hds,hs->hd", state, c[t])
+    return outputs
+
+
+def state_space_chunks(x: Tensor, b: Tensor, c: Tensor, steps: Tensor, rate: Tensor, state: Tensor) -> Tensor:
+    """What `state_space` returns, by chunks of positions (Mamba-2, section 6): within a chunk, products of matrices,
+    with decays from the logarithms of each in float64."""
+    if not len(x):
+        return torch.empty_like(x)
+    pieces = zip(*(torch.split(each, CHUNK) for each in (x, b, c, steps)), strict=True)
+    return torch.cat([_chunk(piece, rate, state) for piece in pieces])
+
+
+def _chunk(piece: tuple[Tensor, ...], rate: Tensor, state: Tensor) -> Tensor:
+    x, b, c, steps = piece
+    since = (-rate.double() * steps.double()).cumsum(0).t()  # logarithm of the decay up to each position, [heads, S]
+    between = (since[:, :, None] - since[:, None]).exp().float().tril()
+    given = steps[..., None] * x
+    scores = torch.einsum("ths,uhs->htu", c, b) * between
+    before = torch.einsum("ths,hds->thd", c, state) * since.exp().float().t()[..., None]
+    outputs = torch.einsum("htu,uhd->thd", scores, given) + before
+    state *= since[:, -1].exp().float()[:, None, None]
+    state += torch.einsum("hu,uhd,uhs->hds", between[:, -1], given, b)
     return outputs
 
 
@@ -196,7 +220,8 @@ class MambaStates(States):
             torch.unflatten(each, -1, (m.groups, m.state)).repeat_interleave(m.heads // m.groups, 1) for each in (b, c)
         )
         steps = softplus(steps + w["mamba_dt_bias"])
-        outputs = state_space(x, b, c, steps, w["mamba_a_log"].exp(), kept.state) + w["mamba_skip"][:, None] * x
+        over = state_space if len(x) == 1 else state_space_chunks
+        outputs = over(x, b, c, steps, w["mamba_a_log"].exp(), kept.state) + w["mamba_skip"][:, None] * x
         gated = torch.unflatten(outputs.flatten(1) * silu(gates), -1, (m.norms, -1))
         return rms_norm(gated, w["mamba_norm"].view(m.norms, -1), self._eps).flatten(1)
 

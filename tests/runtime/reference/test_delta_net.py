@@ -6,6 +6,7 @@ import pytest
 import torch
 from operations_for_tests import normal
 from torch import Tensor
+from torch.nn.functional import softplus
 
 from sparsepack.errors import UserError
 from sparsepack.models.blocks import DeltaNet, Mamba
@@ -15,6 +16,7 @@ from sparsepack.runtime.reference.delta_net import (
     causal_convolution,
     delta_rule,
     state_space,
+    state_space_chunks,
 )
 
 NET = DeltaNet(key_heads=2, value_heads=6, key_dim=5, value_dim=7, taps=4)
@@ -122,6 +124,21 @@ def test_a_state_space_model_adds_what_has_not_faded() -> None:
         assert (found[t] - expected).abs().max() < 1e-5
     in_state = ((-rate * (passed[-1] - passed)).exp() * steps)[..., None, None] * x[..., None] * b[:, :, None]
     assert (state - in_state.sum(0)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 3, 5), (1, 2, 3, 5), (63, 4, 10, 14), (64, 1, 1, 1), (130, 6, 8, 16)], ids=str
+)
+def test_chunks_of_a_state_space_model_are_its_tokens(shape: tuple[int, int, int, int]) -> None:
+    """Also with decays that are nearly zero, and from a state that is not."""
+    count, heads, width, channels = shape
+    x = normal(count, heads, width, seed=1)
+    b, c = (normal(count, heads, channels, seed=seed) for seed in (2, 3))
+    steps, rate = softplus(4 * normal(count, heads, seed=4)), (2 * normal(heads, seed=5)).exp()
+    states = [normal(heads, width, channels, seed=6) for _ in range(2)]
+    expected, found = state_space(x, b, c, steps, rate, states[0]), state_space_chunks(x, b, c, steps, rate, states[1])
+    for ours, oracle in ((found, expected), (states[1], states[0])):
+        assert float((ours - oracle).norm()) <= 1e-6 * float(oracle.norm())
 
 
 def test_a_text_of_a_state_space_model_is_the_same_in_pieces() -> None:
