@@ -66,13 +66,15 @@ class Family(FamilyFields):
         if self.predicts and more:
             behind = {f"{self.block(layer)}.": self.predicts for layer in range(layers, layers + more)}
             family = replace(family, left_out=MappingProxyType({**self.left_out, **behind}))
+        if self.per_layer is not None and self.per_layer.of(config):
+            family = replace(family, gguf=None)
         if self.shared_kv is not None and (sources := self.shared_kv.sources(config)):
             shared = {
                 f"{self.block(layer)}.self_attn.{name}": "keys and values of a block that reads another's"
                 for layer in range(layers - len(sources), layers)
                 for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
             }
-            family = replace(family, left_out=MappingProxyType({**family.left_out, **shared}))
+            family = replace(family, gguf=None, left_out=MappingProxyType({**family.left_out, **shared}))
         if self.dense_mlps is None:
             return family
         family = replace(family, dense_layers=self.dense_mlps.layers(config))

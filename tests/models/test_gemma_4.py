@@ -1,24 +1,27 @@
 """Gemma 4: what layers without a window have of their own, and which models are measured or refused."""
 
-import dataclasses
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from models_for_tests import INPUTS_OF_EACH_LAYER, VOCABULARY, edit_config, make_model
+from models_for_tests import AS_LLAMA_CPP, INPUTS_OF_EACH_LAYER, VOCABULARY, edit_config, make_model
 from passes import by_a_stream, by_the_stock_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from sparsepack.errors import CheckpointError, PackingError
+from sparsepack.files.gguf import read_gguf
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
+from sparsepack.models.checkpoint.gguf_config import OWN_CONFIG, gguf_config
 from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.model import load_model
+from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.free_memory import cache_bytes
 from sparsepack.runtime.kv_cache import attention_shape
 from sparsepack.runtime.reference.attention import DenseKvCache
@@ -57,7 +60,7 @@ def test_its_numbers_come_back_from_a_file(checkpoint: Checkpoint) -> None:
 )
 def test_numbers_of_no_model_are_refused(checkpoint: Checkpoint, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"heads|k_eq_v"):
-        check_numbers(dataclasses.replace(checkpoint.architecture, **changes))
+        check_numbers(replace(checkpoint.architecture, **changes))
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +155,7 @@ def test_keys_and_values_that_others_read_are_cached_once(with_inputs: Checkpoin
 )
 def test_sources_of_no_model_are_refused(with_inputs: Checkpoint, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"kv_sources|another window|shared_intermediate|per_layer"):
-        check_numbers(dataclasses.replace(with_inputs.architecture, **changes))
+        check_numbers(replace(with_inputs.architecture, **changes))
 
 
 def test_keys_and_values_that_nothing_reads_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -168,6 +171,16 @@ def test_keys_and_values_that_nothing_reads_are_left_out(tmp_path: Path, capsys:
 def test_no_gguf_for_llama_cpp_is_written(with_inputs: Checkpoint) -> None:
     with pytest.raises(PackingError, match=r"keys and values of another: GGUFs for llama\.cpp of gemma4 models"):
         FORMATS["q4_k"].check_model(with_inputs)
+
+
+@pytest.mark.parametrize("key", ["embedding_length_per_layer_input", "attention.shared_kv_layers"])
+def test_a_gguf_of_such_a_model_is_refused(key: str, tmp_path: Path) -> None:
+    model = make_model(tmp_path / "m", "gemma4_text", **AS_LLAMA_CPP["gemma4_text"])
+    file = read_gguf(pack(PackRequest(str(model), tmp_path / "m.gguf", format="bf16")).path)
+    metadata = {name: value for name, value in file.metadata.items() if name != OWN_CONFIG}
+    assert gguf_config(replace(file, metadata=metadata), "m").model_type == "gemma4_text"
+    with pytest.raises(CheckpointError, match="m: a GGUF of a gemma4_text model with an input of each layer, or with"):
+        gguf_config(replace(file, metadata=metadata | {f"gemma4.{key}": 1}), "m")
 
 
 def test_types_without_keys_and_values_are_refused(tmp_path: Path) -> None:

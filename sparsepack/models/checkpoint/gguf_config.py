@@ -114,6 +114,13 @@ def gguf_config(file: GgufFile, name: str) -> Any:
         raise CheckpointError(
             f"{name}: its keys are not understood ({shown(error)}); convert the model again"
         ) from error
+    if (family.per_layer is not None and family.per_layer.of(config)) or (
+        family.shared_kv is not None and getattr(config, family.shared_kv.count, 0)
+    ):
+        raise CheckpointError(
+            f"{name}: a GGUF of a {family.model_type} model with an input of each layer, or with layers that read keys "
+            "and values of another, is not read yet; expected its folder of safetensors"
+        )
     if "rope_freqs.weight" in file.tensors and not gguf.window_pattern:
         _take_factors(config, file, name)
     return config

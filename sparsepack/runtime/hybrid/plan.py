@@ -22,7 +22,9 @@ from sparsepack.formats.packed import (
     PackedSite,
 )
 from sparsepack.placement.budget import Parts, Plan, format_bytes, plan_of_share, plan_within, work_of
+from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.products.tile_config import planes_tile_bands
+from sparsepack.runtime.decoder import kept_latents
 from sparsepack.runtime.features import not_by_neurons
 from sparsepack.runtime.free_memory import cache_bytes, free_host_bytes
 from sparsepack.runtime.options import EngineOptions
@@ -55,7 +57,7 @@ LEAST_CONTEXT = 16
 def context_within(packed: PackedModel, context: int, cache_type: str, sequences: int, budget: int) -> int:
     """The context to make room for where nobody asked for one: halved until keys and values of all sequences take at
     most a quarter of the budget, but no further than `LEAST_CONTEXT`."""
-    while context > LEAST_CONTEXT and 4 * sequences * cache_bytes(packed.architecture, context, cache_type) > budget:
+    while context > LEAST_CONTEXT and 4 * sequences * _cache_bytes(packed, context, cache_type) > budget:
         context = max(LEAST_CONTEXT, context // 2)
     return context
 
@@ -169,12 +171,17 @@ def _parts(
         )
         for model in (weights, 0)
     )
-    cache = sequences * (cache_bytes(a, context, cache_type) + _label_bytes(packed, context)) + rotary
+    cache = sequences * (_cache_bytes(packed, context, cache_type) + _label_bytes(packed, context)) + rotary
     return Parts(
         *(embedding, output, attention, gates, record, neurons, cache, work),
         least_work=least_work,
         together=together,
     )
+
+
+def _cache_bytes(packed: PackedModel, context: int, cache_type: str) -> int:
+    """The bytes of a sequence's keys and values, or latents, on a card."""
+    return cache_bytes(packed.architecture, context, cache_type, kept_latents(packed, find_backend("cuda")))
 
 
 def _label_bytes(packed: PackedModel, context: int) -> int:
