@@ -23,6 +23,8 @@ def block_keys(architecture: Architecture, config: Any, runs: LlamaCpp) -> dict[
     """These keys, without the architecture. Raises `PackingError` where llama.cpp would compute something else."""
     kind = runs.name(architecture.experts is not None)
     keys: dict[str, KeyValue] = {}
+    if architecture.row.state is not None and not architecture.state_layers:
+        raise PackingError(f"attention in every block: in {kind} models llama.cpp has states in some; {INSTEAD}")
     if architecture.experts is not None:
         keys |= _expert_keys(architecture, config, runs, kind)
     if architecture.delta_net is not None:

@@ -307,6 +307,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"mlp_layer_types": ["sparse", "dense", "sparse"]},
         "dense MLPs in blocks 1: in deepseek2 models llama.cpp has them in the first ones",
     ),
+    "no block with a state": (
+        "lfm2",
+        {"layer_types": ["full_attention"] * 3},
+        "attention in every block: in lfm2 models llama.cpp has states in some",
+    ),
     "dense blocks among mixtures": (
         "nemotron_h",
         {},
