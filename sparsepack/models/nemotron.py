@@ -2,6 +2,7 @@
 a part of each head, squared ReLU without a gate. Nemotron-H and 3: blocks that are a state-space model, attention
 without a rotary embedding, or an MLP alone, of which many are mixtures, with squared ReLU and no gate."""
 
+from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -112,6 +113,7 @@ FAMILIES = (
                 "use_bias": False,
                 "mlp_bias": False,
                 "moe_latent_size": None,
+                "time_step_limit": [0.0, inf],
             }
         ),
         left_out=MappingProxyType({"mtp.": "a head for the prediction of several tokens"}),

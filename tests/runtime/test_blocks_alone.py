@@ -9,11 +9,12 @@ import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
 from packed_models import NEMOTRON_H, random_model, stock_logits, stock_model, with_rules
 
-from sparsepack.formats.packed import PackedModel
+from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention, Mamba
 from sparsepack.runtime.backends import ALONE
+from sparsepack.runtime.engine import Engine
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 KINDS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
@@ -52,6 +53,20 @@ def test_each_block_has_one_part() -> None:
 def test_numbers_of_no_model_are_refused(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"mlp_layers|mamba|heads|no layer has attention"):
         check_numbers(dataclasses.replace(models()[0].architecture, **changes))
+
+
+def test_steps_have_no_least_size() -> None:
+    """As in the makers' code, where transformers takes `time_step_min`: what remembers long would forget."""
+    packed = models()[0]
+
+    def with_small_steps(layer: PackedLayer) -> PackedLayer:
+        shifts = {"mamba_dt_bias": -8.0, "mamba_a_log": 3.0}
+        return dataclasses.replace(layer, delta_net={k: v + shifts.get(k, 0.0) for k, v in layer.delta_net.items()})
+
+    small = dataclasses.replace(packed, layers=tuple(map(with_small_steps, packed.layers)))
+    expected, _ = stock_logits(stock_model(small), small, IDS, len(IDS))
+    found = Engine(small, backend="reference", context=16).teacher_forced(IDS, len(IDS))
+    assert largest_difference(found, expected) < TOLERANCE["reference"]
 
 
 @able

@@ -234,7 +234,8 @@ def _check_sizes(config: Any, name: str, limits: Mapping[str, int], family: Fami
         kinds = {"layer_types": getattr(config, "layer_types", None), "model_type": config.model_type}
         check_fields(kinds, f"{name}: ")
     for field, value in family.only.items():
-        if (found := getattr(config, field, value)) != value:  # versions of transformers without it compute that
+        found = getattr(config, field, value)  # versions of transformers without it compute that
+        if (list(found) if isinstance(found, tuple) else found) != value:
             raise CheckpointError(f"{name}: {field} is {str(found)[:60]}; expected {value}, all that is computed here")
     of_heads = (("head_dim", 1), ("sliding_window", 0)) if config.model_type in FAMILIES else ()
     for field, least in of_heads:

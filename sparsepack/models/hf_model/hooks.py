@@ -23,6 +23,9 @@ from sparsepack.models.parts import Experts
 ONE_BY_ONE = "eager"
 """transformers' implementation of experts that takes any width, and adds what they give in the order of `_forward`."""
 
+STEP_LIMITS = "time_step_limit"
+"""Between which numbers state-space models have their steps: a field of configurations, and of stock modules."""
+
 _NAME = "sparsepack_watched"
 
 
@@ -167,8 +170,9 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
 def order_parameters(blocks: Iterable[nn.Module], family: Family) -> None:
     """Let stock blocks that hold parameters in another order have them, and compute with them, as those of other
     families: experts (`Experts.alternate`), and gated delta nets (`DeltaNetNames.grouped`). What these parameters held
-    is lost."""
+    is lost. Steps of state-space models get the limits that the family has."""
     experts, state = family.experts, family.delta_net
+    limits = family.only.get(STEP_LIMITS)
     for block in blocks:
         if experts is not None and experts.alternate:
             module: Any = block.get_submodule(experts.module)
@@ -178,6 +182,10 @@ def order_parameters(blocks: Iterable[nn.Module], family: Family) -> None:
             module.forward = partial(_forward, module)
         if state is not None and state.grouped and hasattr(block, state.module):
             _order_delta_net(getattr(block, state.module))
+        if limits is not None and family.mamba is not None:
+            mixer: Any = block.get_submodule(family.mamba.module)
+            if hasattr(mixer, STEP_LIMITS):  # transformers 5.23 has time_step_min there, which training had not
+                setattr(mixer, STEP_LIMITS, tuple(limits))
 
 
 def _order_delta_net(module: Any) -> None:
