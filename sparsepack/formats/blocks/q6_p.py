@@ -82,9 +82,8 @@ def at_level(numbers: Tensor, level: int) -> Tensor:
 
 def decode_level(blocks: Tensor, level: int) -> Tensor:
     """Superblocks as a reader of so many planes has them: uint8 [n, 200] -> float32 [n, 256]."""
-    parts = _apart(blocks)
-    s, m = steps_and_centres(parts.each)
-    points = at_level(parts.numbers, level).view(-1, GROUPS, GROUP)
+    s, m = steps_and_centres(_each(blocks))
+    points = at_level(_numbers(blocks, level), level).view(-1, GROUPS, GROUP)
     return points.add_(m[..., None]).mul_(s[..., None]).view(-1, BLOCK)
 
 
@@ -153,14 +152,23 @@ def numbers(x: Tensor, scale: Tensor, m: Tensor) -> Tensor:
 
 
 def _apart(blocks: Tensor) -> Parts:
+    return Parts(blocks[:, :0], _each(blocks), _numbers(blocks, len(LEVELS)))
+
+
+def _each(blocks: Tensor) -> Tensor:
+    return blocks[:, :HEADER].view(-1, 2, GROUPS).transpose(1, 2)
+
+
+def _numbers(blocks: Tensor, planes: int) -> Tensor:
+    """q, uint8 [n, 256], of which planes after so many first ones count as zeros."""
     shifts = 2 * torch.arange(GROUPS, dtype=torch.uint8, device=blocks.device)[:, None]
     numbers = blocks[:, None, HEADER : HEADER + FIRST] >> shifts & 3
-    single = blocks[:, HEADER + FIRST :].view(-1, len(LEVELS) - 1, 1, 1, FIRST // 2)
+    read = blocks[:, HEADER + FIRST : HEADER + FIRST + (planes - 1) * FIRST // 2]
+    single = read.reshape(len(blocks), planes - 1, 1, 1, FIRST // 2)
     bits = single >> shifts[..., None] + torch.arange(2, dtype=torch.uint8, device=blocks.device)[:, None] & 1
     for plane in bits.unbind(1):
         numbers = numbers << 1 | plane.flatten(2)
-    each = blocks[:, :HEADER].view(-1, 2, GROUPS).transpose(1, 2)
-    return Parts(blocks[:, :0], each, numbers.flatten(1))
+    return (numbers << LEVELS[-1] - LEVELS[planes - 1]).flatten(1)
 
 
 def _together(parts: Parts) -> Tensor:
