@@ -147,12 +147,15 @@ def gemv(matrix: Matrix, input: Input, output: Output) -> None:
     assert bool(matrix.gate_bands) == gate_beside_up
     product = torch.zeros(matrix.rows)
     for level, weight in enumerate((*matrix.lower, matrix.weight), 1):
-        if matrix.without:
-            whole, weight, rows = weight, matrix.without[level - 1].clone(), matrix.rest_rows
-            weight[:rows] = whole[:rows]
-            tile, columns = slice(rows, rows + 1024), slice(0, matrix.rest_columns)
-            weight[tile, columns] = whole[tile, columns]
-        product = product + weight @ torch.where(levels == level, x, 0)
+        of_level = torch.where(levels == level, x, 0)
+        if not matrix.without:
+            product += weight @ of_level
+            continue
+        without, rows, columns = matrix.without[level - 1], matrix.rest_rows, slice(0, matrix.rest_columns)
+        tile = slice(rows, rows + 1024)
+        product[:rows] += weight[:rows] @ of_level
+        product[rows:] += without[rows:] @ of_level
+        product[tile] += (weight[tile, columns] - without[tile, columns]) @ of_level[columns]
     if matrix.read is not None:
         matrix.read.add_((bytes[levels] - bytes[matrix.first]).clamp_min(0).sum())
     product = product if output.bias is None else product + output.bias
