@@ -9,12 +9,14 @@ import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
 from packed_models import NEMOTRON_H, random_model, stock_logits, stock_model, with_rules
 
+from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention, Mamba
 from sparsepack.runtime.backends import ALONE
 from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.features import check_divides
 
 IDS = torch.randint(300, (13,), generator=torch.Generator().manual_seed(1)).tolist()
 KINDS = ["linear_attention", "mlp", "linear_attention", "full_attention", "mlp"]
@@ -67,6 +69,12 @@ def test_steps_have_no_least_size() -> None:
     expected, _ = stock_logits(stock_model(small), small, IDS, len(IDS))
     found = Engine(small, backend="reference", context=16).teacher_forced(IDS, len(IDS))
     assert largest_difference(found, expected) < TOLERANCE["reference"]
+
+
+def test_no_part_of_them_lies_in_the_hosts_memory() -> None:
+    packed = random_model(**{**NEMOTRON_H, "layers_block_type": ["full_attention", "mlp"]})
+    with pytest.raises(UserError, match="vram: models whose blocks are attention or an MLP alone are not divided"):
+        check_divides(packed)
 
 
 @able

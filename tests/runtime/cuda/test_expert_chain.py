@@ -23,6 +23,7 @@ from pairwise import each_value
 from simulated_decoders import IDS, ROUNDED, check_prefill, check_steps, counts, decoder
 from sparse_decoders import CONTEXT, assert_near, oracle, policy_from, sparse_model
 
+from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cuda.attention.kv_cache import CudaDoubleSparsityKvCache
@@ -179,6 +180,15 @@ def test_experts_that_have_more_positions_than_room_are_computed_again(
         engine.reset()
         assert largest_difference(engine.prefill(0, ids), expected) < ROUNDED
     assert [bool(made.filled.missed) for made in engine._prefill._prompts.values()] == [True, False][: len(rooms)]
+
+
+def test_a_mixture_as_the_first_block_is_refused_in_one_line() -> None:
+    kinds = ["moe", "full_attention", "linear_attention"]
+    with pytest.raises(
+        UserError, match=r"a mixture of experts as the first block: .*use the reference backend"
+    ) as told:
+        decoder(random_model(**{**NEMOTRON_H, "layers_block_type": kinds}))
+    assert "\n" not in str(told.value)
 
 
 # Steps of TOO_FEW are those of several sequences.
