@@ -9,11 +9,10 @@ from sparsepack.errors import PackingError
 from sparsepack.formats.containers.gguf import KeyValue, f32, u32
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.blocks import Attention, DeltaNet, Mamba
+from sparsepack.models.checkpoint.gguf_blocks import SIGMOID, SOFTMAX
 from sparsepack.models.llama_cpp import LlamaCpp
 
 INSTEAD = "pack as zigzag-q4_k, which sparsepack itself runs"
-SOFTMAX, SIGMOID = 1, 2
-"""llama.cpp's numbers of what makes an expert's score of its logit."""
 WITHOUT_QUERY_LATENTS = (26, 27)
 """In DeepSeek models of so many layers llama.cpp knows no latent of queries; in one of 48 with Llama 3's vocabulary,
 neither."""
