@@ -312,8 +312,8 @@ class PackedLayer:
                  mamba_norm [inner]; empty: it has attention, or no mixer
     scalar -- float32 [1], by which all that leaves the block is multiplied; None: it is not
     per_layer -- what it adds by an input of its own; None: it has none
-    xielu -- float32 [4], what the MLP has learned of its xIELU (`activations.xielu_coefficients`); None: it has another
-             function
+    xielu -- float32 [4], what the MLP has learned of its xIELU, as `activations.xielu_coefficients` takes it; None: it
+             has another function
     """
 
     attention: Mapping[str, PackedSite]

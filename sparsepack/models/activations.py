@@ -1,16 +1,19 @@
-"""What blocks compute of each number by itself, as the oracle has it."""
+"""Activations and caps, elementwise, in plain torch."""
 
 import torch
 
 
 def clamped_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """What `blocks.CLAMPED_SWIGLU` makes of a gate and what is multiplied with it."""
+    """gpt-oss's function of gate and up, of any shape (`blocks.CLAMPED_SWIGLU`)."""
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     return gate * torch.sigmoid(1.702 * gate) * (up + 1)
 
 
 def xielu_coefficients(parameters: torch.Tensor) -> torch.Tensor:
-    """The numbers that `xielu` takes, of what a block has learned: alpha_p, alpha_n, beta and eps, float32 [4] both."""
+    """Return what `xielu` takes, float32 [4]: alpha_p, alpha_n, beta and eps.
+
+    parameters -- float32 [4], as a block has learned them: alpha_p and alpha_n before softplus, the latter without beta
+    """
     above, below, beta, eps = parameters.unbind()
     softplus = torch.nn.functional.softplus
     return torch.stack([softplus(above), beta + softplus(below), beta, eps])

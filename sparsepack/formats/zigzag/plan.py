@@ -16,7 +16,7 @@
     blk.I.expert_scale.weight      [experts]               F32, likewise: by which the weight of each is multiplied
     blk.I.attn_sinks.weight        [heads]                 F32, likewise: a score of each query head
     blk.I.layer_scalar.weight      [1]                     F32, likewise: what leaves the block is multiplied by it
-    blk.I.mlp_xielu.weight         [4]                     F32, likewise: alpha_p, alpha_n, beta and eps of xIELU
+    blk.I.mlp_xielu.weight         [4]                     F32, likewise: a, b, beta and eps of xIELU (docs/format.md)
     blk.I.SITE.threshold           [1] or [columns]        F32, where the site is sparse
                                    [experts, columns]      at mlp_mid of experts that are read at levels
     blk.I.SITE.steps               [levels]                F32, where columns are read at levels

@@ -63,8 +63,10 @@ SINKS = "attn_sinks.weight"
 """The name of the scores that query heads have beside those of keys, after the block's own."""
 
 SCALAR = "layer_scalar.weight"
-XIELU_PARAMETERS = "mlp_xielu.weight"
 """The name of what all that leaves a block is multiplied by."""
+
+XIELU_PARAMETERS = "mlp_xielu.weight"
+"""The name of what a block has learned of its xIELU, as `PackedLayer.xielu` has it."""
 
 PER_LAYER_EMBEDDING, PER_LAYER_PROJECTION, PER_LAYER_NORM = (
     f"per_layer_{name}.weight" for name in ("token_embd", "model_proj", "proj_norm")

@@ -61,6 +61,8 @@ from sparsepack.models.tokenizer.tokens import backend_of, bos_tokens
 from sparsepack.progress import say
 
 T = TypeVar("T")
+_TERNARY_ROWS = 16
+"""So many rows of a matrix tell whether it is ternary."""
 
 
 @dataclass(frozen=True)
@@ -421,11 +423,7 @@ def _ternary(stored: StoredSource) -> bool:
     if not matrices or any(each.quantised for each in stored.stored_types):
         return False
     some = (matrices[len(matrices) // 2], matrices[-1])
-    return all(is_ternary(stored.rows(name, 0, min(_ROWS, stored.shapes[name][0]))) for name in some)
-
-
-_ROWS = 16
-"""So many tell."""
+    return all(is_ternary(stored.rows(name, 0, min(_TERNARY_ROWS, stored.shapes[name][0]))) for name in some)
 
 
 def checkpoint_of(model: Checkpoint | str | Path, hashed: bool = True) -> Checkpoint:

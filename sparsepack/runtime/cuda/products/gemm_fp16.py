@@ -352,10 +352,10 @@ def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *,
 
 def gate_inputs(gates: Tensor, inputs: Tensor, activation: int, y: Tensor) -> None:
     """Put y = activation(gates) * inputs on the current stream: float32 [B, width] each, whose last axes are
-    contiguous; rows of inputs may lie apart."""
+    contiguous; rows of inputs may lie apart. Raises `ValueError` for shapes that do not fit."""
     if not gates.shape == inputs.shape == y.shape or inputs.stride(1) != 1:
         shapes = [list(of.shape) for of in (gates, inputs, y)]
-        raise ValueError(f"gates, inputs, y {shapes}: expected the same")
+        raise ValueError(f"gates, inputs, y {shapes}: expected one shape, and rows of inputs without gaps")
     rows, width = gates.shape
     if rows:
         launch(

@@ -126,18 +126,19 @@ public:
         model_.layers.back().latent = Latent{q_rank, kv_rank, plain, turning, value, copied(q_norm), copied(kv_norm)};
     }
 
-    // The last layer's attention has an output gate.
+    // The last layer's MLP reads what attn_in reads.
     void set_parallel() {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().parallel = true;
     }
 
-    // Coefficients [4] of the last layer's xIELU: of squares above 0, of what lies below it, of all, and the least distance.
+    // Coefficients [4] of the last layer's xIELU: alpha_p, alpha_n, beta and eps (models/activations.py).
     void set_xielu(const Vector& coefficients) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().xielu = copied(coefficients);
     }
 
+    // The last layer's attention has an output gate.
     void set_gated() {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().gated = true;

@@ -107,7 +107,7 @@ struct Latent {
     int64_t scratch() const noexcept { return q_rank + kv_rows(); }
 };
 
-// What a block adds in the end by an input of its own that each token has: models/blocks.py, PerLayerInput.
+// What a block adds in the end by an input of its own that each token has: Block.per_layer of models/blocks.py.
 struct PerLayer {
     const Rows* gate;         // [width][hidden]
     const Rows* projection;   // [hidden][width]
