@@ -186,10 +186,8 @@ def check_taken(command: str, family: Family, where: str) -> None:
     """Raise `CheckpointError` where a command does not take a family, saying what is in the way."""
     row = COMMANDS[command]
     if not family.has_row:
-        covered = FAMILIES[family.model_type].covered if family.model_type in FAMILIES else {}
-        others = " or".join(f" whose {name} is not {value}" for name, value in covered.items())
         raise CheckpointError(
-            f"{where}: {family.model_type} models{others} have no row, which {command} needs; calibrate, thresholds, "
+            f"{where}: {family.model_type} models have no row, which {command} needs; calibrate, thresholds, "
             f"prune, trace and eval work with it. Expected one of {', '.join(taken_by(command))}"
         )
     if lacks := row.lacks(family):

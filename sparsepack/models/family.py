@@ -169,10 +169,6 @@ class Family(FamilyFields):
         shared = () if self.shared_kv is None else (self.shared_kv_block,)
         return (self, *others, *((self.k_eq_v_block,) if self.k_eq_v else ()), *shared)
 
-    def covers(self, config: Any) -> bool:
-        """Whether a stock configuration of its `model_type` means a model that the row is of."""
-        return all(getattr(config, name, value) == value for name, value in self.covered.items())
-
     def at(self, config: Any, layer: int) -> "Family":
         """The names of a block of a stock configuration's model."""
         family = self.of(config)

@@ -72,8 +72,6 @@ class FamilyFields:
     experts        -- of MLPs that are mixtures of experts; None: MLPs are dense
     split          -- projection -> the modules beside it that llama.cpp has in its place, whose rows it stacks
     only           -- fields of the configuration -> the one value that anything here has a place for
-    covered        -- fields of the configuration -> the one value of models that the row is of; others are measured as
-                      they are found (`models.found`)
     clips          -- of the configuration: the bound of queries, keys and values, which no engine has a place for
     delta_net, short_conv, mamba -- what some blocks have in place of attention; None: all blocks have attention
     mlp_kinds      -- what the configuration's `layer_types` call blocks that are an MLP alone; where there are such
@@ -137,7 +135,6 @@ class FamilyFields:
     clips: str = ""
     split: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
-    covered: Mapping[str, Any] = field(default_factory=dict)
     delta_net: DeltaNetNames | None = None
     short_conv: ShortConvNames | None = None
     mamba: MambaNames | None = None

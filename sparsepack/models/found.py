@@ -118,7 +118,7 @@ _found: dict[str, FoundFamily] = {}
 def family_of_config(config: Any) -> Family:
     """The family of a stock configuration: its row, or what is found in the model. Raises as `find_family`."""
     row = FAMILIES.get(config.model_type)
-    if row is not None and row.covers(config):
+    if row is not None:
         return row.of(config)
     values = {name: value for name, value in config.to_dict().items() if name not in _OURS}
     key = json.dumps(values, sort_keys=True, default=str)

@@ -205,23 +205,25 @@ def checked_family(config: Any, name: str) -> Family:
     A model that names no longest text takes any: its `max_position_embeddings` becomes `_NO_END`. Raises
     `CheckpointError` for numbers that are none, or too large: others are made with them; and as `find_family`.
     """
-    family = FAMILIES.get(config.model_type, Family(config.model_type))
-    if config.model_type in FAMILIES and family.covers(config):
+    if (family := FAMILIES.get(config.model_type)) is not None:
         sizes = dict.fromkeys((*_SIZES, "max_position_embeddings"), 2**31)
         _check_sizes(config, name, sizes, family.row(config))
         if family.dense_mlps is not None and not family.mlp_kinds:
             _check_kinds(config, name, family.dense_mlps.key)
-        return family_of_config(config)
+        try:
+            return family.of(config)
+        except CheckpointError as error:
+            raise CheckpointError(f"{name}: {error}") from error
     if type(getattr(config, "max_position_embeddings", None)) is not int:
         config.max_position_embeddings = _NO_END
     sizes = dict.fromkeys(("hidden_size", "vocab_size", "max_position_embeddings"), 2**31)
-    _check_sizes(config, name, sizes, Family(config.model_type, only=family.only))
+    _check_sizes(config, name, sizes, Family(config.model_type))
     try:
-        family = family_of_config(config)
+        found = family_of_config(config)
     except CheckpointError as error:
         raise CheckpointError(f"{name}: {error}; expected one of {', '.join(FAMILIES)}") from error
-    say(f"{name}: {told(family)}")
-    return family
+    say(f"{name}: {told(found)}")
+    return found
 
 
 def _check_sizes(config: Any, name: str, limits: Mapping[str, int], family: Family) -> None:
