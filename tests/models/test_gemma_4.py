@@ -1,5 +1,6 @@
 """Gemma 4: what layers without a window have of their own, and which models are measured or refused."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -158,14 +159,28 @@ def test_sources_of_no_model_are_refused(with_inputs: Checkpoint, changes: dict[
         check_numbers(replace(with_inputs.architecture, **changes))
 
 
-def test_keys_and_values_that_nothing_reads_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("whole", [False, True], ids=["text alone", "with images"])
+def test_keys_and_values_that_nothing_reads_are_left_out(
+    whole: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = make_model(tmp_path / "m", INPUTS_OF_EACH_LAYER)
-    tensors = load_file(folder / "model.safetensors")
-    unread = {f"model.layers.3.self_attn.{name}.weight": torch.ones(2, 2) for name in ("k_proj", "v_proj", "k_norm")}
-    save_file({**tensors, **unread}, folder / "model.safetensors", {"format": "pt"})
-    assert not unread.keys() & open_checkpoint(folder).source.shapes.keys()
+    text, tensors = open_checkpoint(folder), load_file(folder / "model.safetensors")
+    unread = {
+        f"model.layers.{layer}.self_attn.{name}.weight": torch.ones(2, 2)
+        for layer in (2, 3)
+        for name in ("k_norm", "k_proj", "v_proj")
+    }
+    released = {**tensors, **unread}
+    if whole:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({"model_type": "gemma4", "text_config": config}))
+        released = {f"model.language_model.{name.removeprefix('model.')}": of for name, of in released.items()}
+        released["model.vision_tower.patch_embedder.weight"] = torch.ones(2, 2)
+    save_file(released, folder / "model.safetensors", {"format": "pt"})
+    assert open_checkpoint(folder).source.shapes == text.source.shapes
     said = capsys.readouterr().err
-    assert "keys and values of a block that reads another's (model.layers.3.self_attn.k_proj.*" in said
+    told = "keys and values of a block that reads another's (model.layers.2.self_attn.k_norm.*, 6 tensors) is left out"
+    assert said.count("is left out") == said.count(told) == 1
 
 
 def test_no_gguf_for_llama_cpp_is_written(with_inputs: Checkpoint) -> None:
@@ -186,7 +201,9 @@ def test_a_gguf_of_such_a_model_is_refused(key: str, tmp_path: Path) -> None:
 def test_types_without_keys_and_values_are_refused(tmp_path: Path) -> None:
     folder = make_model(tmp_path / "m", INPUTS_OF_EACH_LAYER)
     edit_config(folder, num_kv_shared_layers=3)
-    with pytest.raises(CheckpointError, match="num_kv_shared_layers is 3, and no layer before has keys and values"):
+    with pytest.raises(
+        CheckpointError, match="m: gemma4_text: num_kv_shared_layers is 3, and no layer before has keys and values"
+    ):
         open_checkpoint(folder)
 
 

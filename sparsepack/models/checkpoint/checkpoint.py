@@ -385,9 +385,10 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
         in_files = SafetensorsSource(path, family.decoder, described.part, tuple(family.left_out), family.renamed)
         omitted, left_out = in_files.omitted, dict(family.left_out)
         stored = quantised_source(in_files, described.quantised, path)
-    for begins, what in left_out.items():
-        if count := sum(tensor.startswith(begins) for tensor in omitted):
-            say(f"{name}: {what} ({begins}*, {count} tensors) is left out: nothing here computes it")
+    for what in dict.fromkeys(left_out.values()):
+        prefixes = [begins for begins, described in left_out.items() if described == what]
+        if left := [begins for tensor in omitted for begins in prefixes if tensor.startswith(begins)]:
+            say(f"{name}: {what} ({left[0]}*, {len(left)} tensors) is left out: nothing here computes it")
     if hashed:
         stored.hash.begin()
     source: TensorSource

@@ -65,14 +65,14 @@ class SafetensorsSource:
                     for stored_as in file.keys():  # noqa: SIM118 (not a dict)
                         if part is not None and stored_as.startswith(part.others):
                             continue
-                        if left_out and stored_as.startswith(left_out):
-                            self.omitted.append(stored_as)
-                            continue
                         name = f"model.{stored_as}" if decoder and stored_as.startswith(f"{decoder}.") else stored_as
                         for begins, own in (renamed if part is None else part.names).items():
                             if name.startswith(begins):
                                 name = own + name.removeprefix(begins)
                                 break
+                        if left_out and (matched := [of for of in (stored_as, name) if of.startswith(left_out)]):
+                            self.omitted.append(matched[0])
+                            continue
                         if name in self._file_of:
                             raise CheckpointError(
                                 f"{path}: the tensor {name} stands in {self._file_of[name].name} too; expected one "
