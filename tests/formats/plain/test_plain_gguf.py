@@ -51,6 +51,12 @@ def files(llama_cpp_checkpoints: Checkpoints, tmp_path_factory: pytest.TempPathF
     return Written()
 
 
+unlike_families = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.long][: name not in (*UNLIKE, *ROUNDED)]) for name in LLAMA_CPP]
+)
+"""Names, orders and keys of every family are those of float32 files, so that of other types few families are enough."""
+
+
 @pytest.mark.parametrize("family", LLAMA_CPP)
 def test_llama_cpp_agrees_with_transformers_in_float32(
     llama_cpp_checkpoints: Checkpoints, files: Files, family: str
@@ -60,7 +66,7 @@ def test_llama_cpp_agrees_with_transformers_in_float32(
     assert same > 0.98
 
 
-@pytest.mark.parametrize("family", LLAMA_CPP)
+@unlike_families
 def test_llama_cpp_agrees_with_transformers_on_q4_k(
     llama_cpp_checkpoints: Checkpoints, files: Files, family: str
 ) -> None:
@@ -70,7 +76,14 @@ def test_llama_cpp_agrees_with_transformers_on_q4_k(
     assert clear >= 0.98 or same >= 0.98  # of soft-capped ones none leads clearly
 
 
-@each_value({"kind": ("q6_k", "q8_0"), "family": LLAMA_CPP})
+@pytest.mark.parametrize(
+    ("kind", "family"),
+    [
+        pytest.param(kind, name, marks=[pytest.mark.long][: name not in (*UNLIKE, *ROUNDED) or (n + of_kind) % 2])
+        for of_kind, kind in enumerate(("q6_k", "q8_0"))
+        for n, name in enumerate(LLAMA_CPP)
+    ],
+)
 def test_llama_cpp_agrees_with_transformers_on_more_bits(
     llama_cpp_checkpoints: Checkpoints, files: Files, family: str, kind: str
 ) -> None:

@@ -114,7 +114,23 @@ def test_prefill_and_steps_read_the_same_cache(variant: str, cache_type: str, mo
     assert largest_difference(engine.prefill(0, IDS), whole) < bound
 
 
-@every_variant
+UNLIKE = (
+    "llama",
+    "qwen2, every second layer slides",
+    "gemma2, soft caps",
+    "phi3, a part of each head, longrope",
+    "gpt_oss, sinks",
+    "qwen3.5, states",
+    "lfm2, short convolutions",
+    "gemma4, inputs of each layer, shared keys and values",
+    "cohere2, attention and MLP side by side",
+    SEGMENTS,
+)
+
+
+@pytest.mark.parametrize(
+    "variant", [pytest.param(name, marks=[pytest.mark.long][: name not in UNLIKE]) for name in VARIANTS]
+)
 def test_short_prompts_that_come_again_are_recorded(variant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     recorded: list[object] = []
     kept = simulated.capture_graph
