@@ -14,12 +14,16 @@
 `encode` works as Q4_K's does, without a min: weights become integers of 16 bits relative to the largest of their
 sub-block (sums are then exact in any order), a few numbers of levels place the grid, least squares fits the scale,
 the best wins; d is the best of a few, scales are rounded to eight bits, and q, scales and d are made best once more.
-A superblock of zeros becomes q = 0 with zero scales and d, the format's only zero.
+A superblock of zeros becomes q = 0 with zero scales and d, the format's only zero. The kernels of the CPU write the same
+bytes.
 """
+
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from sparsepack.formats.blocks.cpu_encoder import encode_on_cpu
 from sparsepack.formats.blocks.superblock import (
     BLOCK,
     FP16_MAX,
@@ -179,5 +183,7 @@ def _encode_given(flat: Tensor, shared: Tensor) -> Tensor:
     return blocks
 
 
-CODEC = BlockCodec("Q6_K", _encode, _decode, _apart, _together, 6, _encode_given)
+CODEC = BlockCodec(
+    "Q6_K", _encode, _decode, _apart, _together, 6, _encode_given, zigzag=partial(encode_on_cpu, "Q6_K")
+)
 encode, decode = CODEC.encode, CODEC.decode

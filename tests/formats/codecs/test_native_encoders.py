@@ -16,7 +16,7 @@ try:
 except UserError:
     SETS = []
 
-BLOCKS = ("Q4_K", "Q6_P")
+BLOCKS = ("Q4_K", "Q6_K", "Q6_P")
 
 pytestmark = pytest.mark.skipif(not SETS, reason="the CPU kernels were not built")
 

@@ -8,6 +8,7 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <iterator>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -70,25 +71,28 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
 void encode(const std::string& block, Weight weight, std::optional<Divisors> divisors, Blocks blocks,
             const std::string& instruction_set, int threads) {
     Encoders known = encoders(instruction_set);
-    bool planes = block == "Q6_P";
-    expect(planes || block == "Q4_K", "block: expected Q4_K or Q6_P");
+    struct {
+        const char* name;
+        size_t bytes;
+        Encode kernel;
+    } of_blocks[] = {{"Q4_K", 144, known.q4_k}, {"Q6_K", 210, known.q6_k}, {"Q6_P", 200, known.q6_p}};
+    auto of = std::find_if(std::begin(of_blocks), std::end(of_blocks), [&](auto& one) { return block == one.name; });
+    expect(of != std::end(of_blocks), "block: expected Q4_K, Q6_K or Q6_P");
     int64_t rows = (int64_t)weight.shape(0), columns = (int64_t)weight.shape(1), bands = (rows + 255) / 256;
-    expect((int64_t)blocks.shape(0) == bands && (int64_t)blocks.shape(1) == columns &&
-               blocks.shape(2) == (planes ? 200 : 144),
+    expect((int64_t)blocks.shape(0) == bands && (int64_t)blocks.shape(1) == columns && blocks.shape(2) == of->bytes,
            "blocks: expected [bands, columns, bytes]");
     expect(!divisors || (int64_t)divisors->shape(0) == rows, "divisors: expected one for each row");
     expect(threads > 0, "threads: expected at least 1");
     EncodeWork work{
         weight.data(),   divisors ? divisors->data() : nullptr, blocks.data(), rows, columns, weight.stride(0),
         weight.stride(1)};
-    Encode kernel = planes ? known.q6_p : known.q4_k;
     const int64_t at_once = 256;
     int64_t parts = (columns + at_once - 1) / at_once;
     Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts * bands, 1)));
     pool.run([&](int) {
         pool.share((int)(parts * bands), [&](int item, int) {
             int64_t first = item % parts * at_once;
-            kernel(work, item / parts, first, std::min(at_once, columns - first));
+            of->kernel(work, item / parts, first, std::min(at_once, columns - first));
         });
     });
 }

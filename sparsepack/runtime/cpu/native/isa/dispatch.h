@@ -18,7 +18,7 @@ const Kernels& kernels(const std::string& name);
 
 // What packs a model, of one instruction set.
 struct Encoders {
-    Encode q4_k, q6_p;
+    Encode q4_k, q6_k, q6_p;
     QuantiseBand feedback;  // Q4_K
     Balance balance;
 };

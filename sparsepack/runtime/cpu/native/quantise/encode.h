@@ -17,8 +17,8 @@ struct EncodeWork {
 // Encodes so many columns of one band, from `first` on.
 using Encode = void (*)(const EncodeWork& work, int64_t band, int64_t first, int64_t count);
 
-extern const Encode encode_q4_k_plain, encode_q6_p_plain;
-extern const Encode encode_q4_k_avx2, encode_q6_p_avx2;  // where the build has it
-extern const Encode encode_q6_p_avx512;                  // likewise
+extern const Encode encode_q4_k_plain, encode_q6_k_plain, encode_q6_p_plain;
+extern const Encode encode_q4_k_avx2, encode_q6_k_avx2, encode_q6_p_avx2;        // where the build has it
+extern const Encode encode_q4_k_avx512, encode_q6_k_avx512, encode_q6_p_avx512;  // likewise
 
 }  // namespace sparsepack

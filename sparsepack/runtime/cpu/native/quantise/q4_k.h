@@ -24,6 +24,6 @@ struct QuantiseWork {
 using QuantiseBand = void (*)(const QuantiseWork& work, int64_t band);
 
 extern const QuantiseBand quantise_plain;
-extern const QuantiseBand quantise_avx2;  // where the build has it
+extern const QuantiseBand quantise_avx2, quantise_avx512;  // where the build has it
 
 }  // namespace sparsepack

@@ -1,0 +1,4 @@
+// With AVX2 and FMA.
+#define SPARSEPACK_ENCODE encode_q6_k_avx2
+#define SPARSEPACK_LANES 8
+#include "quantise/q6_k.inc"

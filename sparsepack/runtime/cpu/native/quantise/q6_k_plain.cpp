@@ -1,0 +1,4 @@
+// In plain C++, for every machine; on aarch64 the compiler makes it NEON.
+#define SPARSEPACK_ENCODE encode_q6_k_plain
+#define SPARSEPACK_LANES 4
+#include "quantise/q6_k.inc"
