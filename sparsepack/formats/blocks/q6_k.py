@@ -14,7 +14,7 @@
 `encode` works as Q4_K's does, without a min: weights become integers of 16 bits relative to the largest of their
 sub-block (sums are then exact in any order), a few numbers of levels place the grid, least squares fits the scale,
 the best wins; d is the best of a few, scales are rounded to eight bits, and q, scales and d are made best once more.
-A superblock of zeros becomes q = 0 with zero scales and d, the format's only zero. The kernels of the CPU write the same
+A superblock of zeros becomes q = 0 with zero scales and d, the format's only zero. The CPU's kernels write the same
 bytes.
 """
 
@@ -183,7 +183,5 @@ def _encode_given(flat: Tensor, shared: Tensor) -> Tensor:
     return blocks
 
 
-CODEC = BlockCodec(
-    "Q6_K", _encode, _decode, _apart, _together, 6, _encode_given, zigzag=partial(encode_on_cpu, "Q6_K")
-)
+CODEC = BlockCodec("Q6_K", _encode, _decode, _apart, _together, 6, _encode_given, zigzag=partial(encode_on_cpu, "Q6_K"))
 encode, decode = CODEC.encode, CODEC.decode
