@@ -18,7 +18,7 @@ from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.family import HEAD
 from sparsepack.models.hf_config import multipliers
 from sparsepack.models.hf_model.attention import Watcher, masks_of_whole_texts, watched_attention
-from sparsepack.models.hf_model.beside import Beside, per_layer_inputs
+from sparsepack.models.hf_model.extra_inputs import ExtraInputs, per_layer_inputs
 from sparsepack.models.hf_model.fused import Parts, norms_by_one_kernel, parts_by
 from sparsepack.models.hf_model.hooks import ONE_BY_ONE, check_finite, order_parameters
 from sparsepack.models.hf_model.model import (
@@ -72,8 +72,7 @@ class BlockStream:
 
     `load(i)` replaces the block in memory, `block` is its module to hook, calling the stream runs it:
     hidden [B, S, H] -> [B, S, H]. `embed` reads the embedding and lets it go again. After the last block come
-    `finish` and `head`. What blocks are given beside hidden states travels with these, in columns behind theirs
-    (`Beside`).
+    `finish` and `head`. Further inputs of blocks travel with hidden states, in columns behind theirs (`ExtraInputs`).
 
     attention -- transformers' name of the implementation that the blocks use; None: the family's
     ahead     -- where blocks come from, and how long that took
@@ -93,7 +92,7 @@ class BlockStream:
         self._backbone: Any = None
         self._layer = 0
         self._after: dict[str, Any] = {}
-        self._beside = Beside(source.config, source.family)
+        self._extra = ExtraInputs(source.config, source.family)
         self.ahead = BlocksAhead(self._stored, self.device, dtype, AT_ONCE if self.device.type == "cuda" else 1)
         self.passed = 0
 
@@ -147,10 +146,10 @@ class BlockStream:
         """Run the loaded block on hidden states [B, S, H]."""
         placed = hidden.to(self.device, self.dtype, non_blocking=self.device.type == "cuda")
         with masks_of_whole_texts():
-            given = self._beside.given(placed, self._layer)
+            given = self._extra.arguments(placed, self._layer)
             output = self._backbone(**given, use_cache=False).last_hidden_state
-        if self._beside.width:
-            output = self._beside.left(output, placed, given.get("shared_kv_states", {}))
+        if self._extra.width:
+            output = self._extra.after_block(output, placed, given.get("shared_kv_states", {}))
         if self.device.type == "cpu":
             check_finite(output, self._where)
         return output  # type: ignore[no-any-return]
@@ -239,16 +238,16 @@ class BlockStream:
         if family.positions is not None:
             rows = tensor(f"{family.backbone}.{family.positions.module}.weight")[family.positions.first :]
             hidden += rows[: ids.shape[1]].to(self.dtype)
-        if not self._beside.width:
+        if not self._extra.width:
             return hidden
         inputs = None
-        if self._beside.each:
+        if self._extra.per_layer:
             inputs = per_layer_inputs(self.source.config, family, tensor, ids.cpu(), hidden)
-        return self._beside.entered(hidden, inputs)
+        return self._extra.append(hidden, inputs)
 
     def finish(self, hidden: torch.Tensor) -> torch.Tensor:
         """What comes after the last block, which must have been run: [B, S, H] -> [B, S, columns of the head]."""
-        hidden = hidden[..., : self._beside.hidden].to(self.device, self.dtype)
+        hidden = hidden[..., : self._extra.hidden].to(self.device, self.dtype)
         check_finite(hidden, self._where)
         for prefix, module in self._after.items():
             if any(parameter.is_meta for parameter in module.parameters()):
