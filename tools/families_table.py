@@ -57,6 +57,10 @@ MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
         "granitemoehybrid",
         {"num_local_experts": 0, "num_hidden_layers": 1, "layer_types": ["full_attention"]},
     ),
+    "Granite 4 H (dense)": (
+        "granitemoehybrid",
+        {"num_local_experts": 0, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]},
+    ),
     "SmolLM3": ("smollm3", {}),
     "Olmo": ("olmo", {}),
     "Olmo 2": ("olmo2", {}),

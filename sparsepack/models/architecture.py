@@ -53,6 +53,7 @@ class Architecture:
     short_conv                -- positions that the convolutions of `conv_layers` see, the numbers of layers that have
                                  one in place of attention; 0: all have attention, or a delta net
     mamba                     -- the mixer of `mamba_layers`, likewise
+    mamba_eps                 -- of its norm, whose input no stream scales; 0: norm_eps
     mlp_layers                -- numbers of the layers that are an MLP alone; where there are any, the others have none
     gated_attention           -- whether attention has an output gate
     global_heads              -- kv_heads and head_dim of layers without a window; empty: as in the others
@@ -112,6 +113,7 @@ class Architecture:
     conv_layers: tuple[int, ...] = ()
     mamba: Mamba | None = None
     mamba_layers: tuple[int, ...] = ()
+    mamba_eps: float = 0.0
     mlp_layers: tuple[int, ...] = ()
     kv_sources: tuple[int, ...] = ()
     shared_intermediate: int = 0

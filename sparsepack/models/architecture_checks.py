@@ -36,7 +36,7 @@ def check_numbers(architecture: Architecture) -> None:
         a.logit_scale,
         *a.query_growth,
     )
-    least_0: tuple[float, ...] = (a.attention_scale, a.attention_cap, a.logit_cap)
+    least_0: tuple[float, ...] = (a.mamba_eps, a.attention_scale, a.attention_cap, a.logit_cap)
     if long is not None:
         real, least_0 = (*real, *long.inv_freq), (*least_0, long.base, long.factor, long.tokens - 1)
     if not all(type(value) in (int, float) and -_LARGEST <= value <= _LARGEST for value in (*real, *least_0)):

@@ -194,7 +194,8 @@ class Family(FamilyFields):
             return self.shared_kv_block
         if self.k_eq_v and block.self_attn.v_proj is None:
             return self.k_eq_v_block
-        family = self.state_block if self.state is not None and hasattr(block, self.state.module) else self
+        has_state = self.state is not None and getattr(block, self.state.module, None) is not None
+        family = self.state_block if has_state else self
         if self.latent and getattr(block.self_attn, LATENT_QUERIES.rpartition(".")[2]) is not None:
             family = self.plain_queries
         if self.dense_mlps is None or self.experts is None:

@@ -1,5 +1,6 @@
 """Granite 3 and 4 (dense): Llama with multipliers of the embedding, attention scores, residual sums and logits; the
-fourth has gate and up in one matrix, and models whose layers have no rotary embedding. HyperCLOVA X multiplies its
+fourth has gate and up in one matrix, and models whose layers have no rotary embedding, and most of whose layers are
+state-space models (Granite 4 H). HyperCLOVA X multiplies its
 logits where Granite divides them, and norms what attention and MLP add."""
 
 from dataclasses import replace
@@ -9,7 +10,7 @@ from typing import Any
 from sparsepack.models.blocks import Multipliers
 from sparsepack.models.family import Family
 from sparsepack.models.llama_cpp import LlamaCpp
-from sparsepack.models.parts import NORMS, PROJECTIONS
+from sparsepack.models.parts import NORMS, PROJECTIONS, MambaNames
 
 
 def _multipliers(config: Any) -> Multipliers:
@@ -66,7 +67,8 @@ FAMILIES = (
         split=MappingProxyType({"shared_mlp.input_linear": ("gate_proj", "up_proj")}),
         fields=MappingProxyType({**_GRANITE3.fields, "intermediate_size": "shared_intermediate_size"}),
         rope_field="position_embedding_type",
-        only=MappingProxyType({"num_local_experts": 0}),
+        only=MappingProxyType({"num_local_experts": 0, "mamba_conv_bias": True, "mamba_proj_bias": False}),
+        mamba=MambaNames("linear_attention", norms=True),
     ),
     replace(
         _GRANITE3,

@@ -110,6 +110,7 @@ def architecture_of(config: Any, bos: int | None, more_eos: Sequence[int] = ()) 
         conv_layers=state_layers(config) if family.short_conv else (),
         mamba=mamba(config),
         mamba_layers=state_layers(config) if family.mamba else (),
+        mamba_eps=float(config.rms_norm_eps) if mamba(config) is not None and by.residual != 1 else 0.0,
         mlp_layers=mlp_layers(config),
         gated_attention=family.gated_attention,
         global_heads=_global_heads(config, windows),

@@ -296,6 +296,17 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
     },
     "granite 4, gate and up in one": {**GRANITE_4, "position_embedding_type": "rope"},
     "granite 4, no layer that turns": {**GRANITE_4, "position_embedding_type": "nope"},
+    "granite 4, states": {
+        **GRANITE_4,
+        "position_embedding_type": "nope",
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 14,
+        "mamba_chunk_size": 8,
+        "time_step_limit": [0.0, 1e9],
+    },
     "smollm3, a layer that does not turn": {
         "model_type": "smollm3",
         "no_rope_layers": [1, 0],

@@ -57,6 +57,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         "llama",
         {"model_type": "glm4_moe_lite", **LATENTS, "max_position_embeddings": 300},
     ),
+    "granite 4 h": ("granite 4, states", {"max_position_embeddings": 300}),
     "bitnet": ("bitnet, norms before attn_out and mlp_mid", {"max_position_embeddings": 300}),
     "cohere2": (
         "cohere2, attention and MLP side by side",

@@ -22,8 +22,11 @@ def block_keys(architecture: Architecture, config: Any, runs: LlamaCpp) -> dict[
     """These keys, without the architecture. Raises `PackingError` where llama.cpp would compute something else."""
     kind = runs.name(architecture.experts is not None)
     keys: dict[str, KeyValue] = {}
-    if architecture.row.state is not None and not architecture.state_layers:
-        raise PackingError(f"attention in every block: in {kind} models llama.cpp has states in some; {INSTEAD}")
+    has_states = architecture.row.mamba is None or "ssm_in" in runs.parts
+    if architecture.row.state is not None and has_states != bool(architecture.state_layers):
+        found = "attention in every block" if has_states else "blocks with a state"
+        does = "has states in some" if has_states else "knows none here"
+        raise PackingError(f"{found}: in {kind} models llama.cpp {does}; {INSTEAD}")
     if architecture.experts is not None:
         keys |= _expert_keys(architecture, config, runs, kind)
     if architecture.delta_net is not None:

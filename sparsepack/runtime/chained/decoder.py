@@ -65,7 +65,7 @@ class OperationsDecoder:
         a = packed.architecture
         self._cached = {layer: number for number, layer in enumerate(a.attention_layers)}
         self._states = states_of(
-            a.delta_net or a.mamba, [layer.delta_net for layer in self._layers], a.norm_eps, sequences
+            a.delta_net or a.mamba, [layer.delta_net for layer in self._layers], a.mamba_eps or a.norm_eps, sequences
         )
         self.stepped = 0
         self._scales: SequenceScales | None = None

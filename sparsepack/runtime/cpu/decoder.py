@@ -200,7 +200,7 @@ def _build_model(packed: PackedModel, cache: NativeKvCache, threads: int) -> Any
         elif isinstance(block.mixer, ShortConv):
             builder.set_short_conv(**asdict(block.mixer), conv=vector(layer.delta_net["short_conv"].T))
         elif isinstance(block.mixer, Mamba):
-            _add_mamba(builder, block.mixer, layer.delta_net)
+            _add_mamba(builder, block.mixer, layer.delta_net, a.mamba_eps or a.norm_eps)
         elif block.mixer is None:
             pass  # an MLP alone
         elif block.mixer.gated:
@@ -255,9 +255,10 @@ def _add_delta_net(builder: Any, mixer: DeltaNet, of: Mapping[str, Tensor]) -> N
     )
 
 
-def _add_mamba(builder: Any, mixer: Mamba, of: Mapping[str, Tensor]) -> None:
+def _add_mamba(builder: Any, mixer: Mamba, of: Mapping[str, Tensor], eps: float) -> None:
     builder.set_mamba(
         **asdict(mixer),
+        eps=eps,
         conv=vector(of["mamba_conv"].T),
         conv_bias=vector(of["mamba_conv_bias"]),
         rate=vector(of["mamba_a_log"].exp()),

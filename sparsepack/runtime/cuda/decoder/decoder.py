@@ -392,7 +392,9 @@ def _states_of(packed: PackedModel, sequences: int, device: torch.device, kernel
         if isinstance(block.mixer, DeltaNet):
             found[number] = kernels.delta_net_parameters(block.mixer, layer.delta_net, a.norm_eps, sequences, device)
         elif isinstance(block.mixer, Mamba):
-            found[number] = kernels.mamba_parameters(block.mixer, layer.delta_net, a.norm_eps, sequences, device)
+            found[number] = kernels.mamba_parameters(
+                block.mixer, layer.delta_net, a.mamba_eps or a.norm_eps, sequences, device
+            )
         elif isinstance(block.mixer, ShortConv):
             found[number] = kernels.short_conv_parameters(layer.delta_net, sequences, device)
     return States(found, sequences)

@@ -190,11 +190,11 @@ public:
 
     // The last layer has a state-space model in place of attention; conv: [taps][channels].
     void set_mamba(int32_t heads, int32_t head_dim, int32_t groups, int32_t state, int32_t taps, int32_t norms,
-                   Vector conv, Vector conv_bias, Vector rate, Vector bias, Vector skip, Vector norm) {
+                   Vector conv, Vector conv_bias, Vector rate, Vector bias, Vector skip, Vector norm, float eps) {
         if (model_.layers.empty()) throw std::invalid_argument("no layer");
         model_.layers.back().mamba =
-            Mamba{heads,        head_dim,          groups,       state,        taps,         norms,
-                  copied(conv), copied(conv_bias), copied(rate), copied(bias), copied(skip), copied(norm)};
+            Mamba{heads,        head_dim,     groups,       state,        taps, norms, copied(conv), copied(conv_bias),
+                  copied(rate), copied(bias), copied(skip), copied(norm), eps};
     }
 
     // Sets what the last layer begins with.
@@ -367,7 +367,7 @@ void bind_decoder(nb::module_& m) {
         .def("set_delta_net", &Builder::set_delta_net, nb::kw_only(), "key_heads"_a, "value_heads"_a, "key_dim"_a,
              "value_dim"_a, "taps"_a, "gates"_a, "conv"_a, "rate"_a, "bias"_a, "norm"_a)
         .def("set_mamba", &Builder::set_mamba, nb::kw_only(), "heads"_a, "head_dim"_a, "groups"_a, "state"_a, "taps"_a,
-             "norms"_a, "conv"_a, "conv_bias"_a, "rate"_a, "bias"_a, "skip"_a, "norm"_a)
+             "norms"_a, "conv"_a, "conv_bias"_a, "rate"_a, "bias"_a, "skip"_a, "norm"_a, "eps"_a)
         .def("set_short_conv", &Builder::set_short_conv, nb::kw_only(), "channels"_a, "taps"_a, "conv"_a)
         .def("set_embedding", &Builder::set_embedding, "bytes"_a, "columns"_a, "type"_a)
         .def("set_output", &Builder::set_output, "matrix"_a, "norm"_a)

@@ -55,6 +55,7 @@ struct Mamba {
     std::vector<float> conv, conv_bias;   // [taps][channels], [channels]
     std::vector<float> rate, bias, skip;  // [heads]
     std::vector<float> norm;              // [inner]
+    float eps;                            // of that norm
 
     int32_t inner() const noexcept { return heads * head_dim; }
     int32_t channels() const noexcept { return inner() + 2 * groups * state; }

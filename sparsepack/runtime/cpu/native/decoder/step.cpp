@@ -226,7 +226,7 @@ void Decoder::mix_mamba(const Sums* sums, int layer, const int32_t* sequences, i
     pool_.barrier();
     pool_.share(batch * positions * of.norms, [&](int item, int) {
         int64_t at = item / of.norms;
-        norm_outputs(k_, of, item % of.norms, rows + at * of.rows(), s_.eps, y + at * inner);
+        norm_outputs(k_, of, item % of.norms, rows + at * of.rows(), of.eps, y + at * inner);
     });
 }
 
