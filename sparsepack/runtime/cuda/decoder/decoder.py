@@ -380,8 +380,8 @@ def _check_alone(packed: PackedModel) -> None:
         )
     if blocks[0].mixer is None and blocks[0].mlp is not None and blocks[0].mlp.experts is not None:
         raise UserError(
-            "a mixture of experts as the first block: the cuda backend has none before it that leaves squares; use "
-            "the reference backend"
+            "a mixture of experts as the first block: the cuda backend needs a token mixer before it; use the "
+            "reference backend"
         )
 
 
