@@ -10,7 +10,6 @@ The first, in README, has verbs and engines; the second, in docs/formats.md, wha
 
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -134,11 +133,13 @@ def _cell(able: bool) -> str:
 
 
 def family_of_model(kind: str, changes: Mapping[str, Any]) -> Family:
-    """The row of a model in `MODELS`; of one that llama.cpp's part of the row is not of, without that."""
+    """The row of a model in `MODELS`, as far as it depends on the configuration."""
+    from transformers import AutoConfig
+
     family = FAMILIES[kind]
-    if family.shared_kv is not None and changes.get(family.shared_kv.count):
-        family = replace(family, gguf=None)
-    return family.mixture if family.mixture is not None and changes.get(family.mixes) else family
+    if family.shared_kv is None and family.mamba is None and family.mixture is None:
+        return family
+    return family.of(AutoConfig.for_model(kind, **changes))
 
 
 def takes(verb: str, family: Family) -> bool:

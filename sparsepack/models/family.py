@@ -75,6 +75,10 @@ class Family(FamilyFields):
                 for name in ("k_proj.", "v_proj.", "k_norm.", "v_norm.")
             }
             family = replace(family, gguf=None, left_out=MappingProxyType({**family.left_out, **shared}))
+        if self.mamba is not None and self.residual is not None and self.mamba.kind in config.layer_types:
+            family = replace(
+                family, gguf=None, residual=None, unrotatable="state-space models stand between its matrices"
+            )
         if self.dense_mlps is None:
             return family
         family = replace(family, dense_layers=self.dense_mlps.layers(config))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from absolute_links import README
-from families_table import FORMAT_GROUPS, MODELS, NO, YES, holds, runs, tables, takes
+from families_table import FORMAT_GROUPS, MODELS, NO, YES, family_of_model, holds, runs, tables, takes
 from models_for_tests import AS_LLAMA_CPP, EXPERTS, SMALL, make_model, make_opt
 
 from sparsepack.calibrate.distillation import check_model as check_distilled
@@ -67,6 +67,13 @@ def test_what_the_table_says_no_to_is_refused_and_nothing_else(
         if name == "q4_k" and family in SMALL:
             continue  # llama.cpp does not know ReLU in them
         assert holds(FORMATS[name], row) != raises(FORMATS[name].check_model, checkpoint), name
+
+
+def test_a_model_with_states_is_neither_rotated_nor_a_gguf_where_others_of_its_row_are() -> None:
+    without, with_states = (family_of_model(*MODELS[name]) for name in ("Granite 4 (dense)", "Granite 4 H (dense)"))
+    for can, family in ((True, without), (False, with_states)):
+        assert takes("rotate", family) == holds(FORMATS["q4_k"], family) == can
+        assert raises(stream_of, family, "m") != can
 
 
 def test_a_trait_that_a_backend_lacks_takes_a_yes_away() -> None:
