@@ -473,7 +473,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         values |= {} if dense is None or family == "nemotron_h" else {dense.key: dense.setting(False)}
         values |= {"layers_block_type": ["moe"]} if family == "nemotron_h" else {}
         values |= {"layer_types": ["full_attention"]} if values.get("layer_types") else {}
-    if family == "granitemoehybrid":
+    if family == "granitemoehybrid" and "layer_types" not in changes:
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)
 

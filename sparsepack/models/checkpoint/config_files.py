@@ -19,8 +19,8 @@ from sparsepack.option import LARGEST_COUNT
 from sparsepack.progress import say
 
 _LAYER_TYPES = ("full_attention", "sliding_attention")
-_OLD_LAYER_TYPE = "attention"
-"""What transformers, too, takes for the first of these."""
+_OLD_LAYER_TYPES = {"attention": "full_attention", "mamba": "linear_attention"}
+"""What transformers, too, takes for others."""
 _ROTARY = ("rope_parameters", "rope_scaling")
 """By its name since transformers 5, and by the one before."""
 _NUMBERS = (
@@ -53,7 +53,7 @@ def check_fields(values: Mapping[str, Any], where: str, has_row: bool = True) ->
             raise CheckpointError(f"{where}{field} is {_written(value)}; expected a whole number of at most {most:,}")
     kinds, known = values.get("layer_types"), _layer_types(values.get("model_type"))
     for kind in kinds if isinstance(kinds, list) and has_row else ():
-        if isinstance(kind, str) and kind not in (*known, _OLD_LAYER_TYPE):
+        if isinstance(kind, str) and _OLD_LAYER_TYPES.get(kind, kind) not in known:
             raise CheckpointError(
                 f"{where}layer_types names {_written(kind)}; expected {' or '.join(known)}: no other attention "
                 "is computed here, take a model without it"
