@@ -2,18 +2,21 @@
 
 import dataclasses
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
+from models_for_tests import edit_config, make_model
 from packed_models import NEMOTRON_H, random_model, stock_logits, stock_model, with_rules
 
-from sparsepack.errors import UserError
+from sparsepack.errors import CheckpointError, UserError
 from sparsepack.formats.packed import PackedLayer, PackedModel
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import Attention, Mamba
+from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.runtime.backends import ALONE
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_divides
@@ -75,6 +78,17 @@ def test_no_part_of_them_lies_in_the_hosts_memory() -> None:
     packed = random_model(**{**NEMOTRON_H, "layers_block_type": ["full_attention", "mlp"]})
     with pytest.raises(UserError, match="vram: models whose blocks are attention or an MLP alone are not divided"):
         check_divides(packed)
+
+
+@pytest.mark.parametrize(
+    ("family", "kinds"),
+    [("nemotron_h", {}), ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]})],
+)
+def test_bounds_of_steps_are_refused(tmp_path: Path, family: str, kinds: dict[str, Any]) -> None:
+    folder = make_model(tmp_path / "m", family)
+    edit_config(folder, time_step_limit=[0.0, 0.1], **kinds)
+    with pytest.raises(CheckpointError, match=r"time_step_limit is .0\.0, 0\.1.; expected \[0\.0, inf\]"):
+        open_checkpoint(folder)
 
 
 @able

@@ -239,6 +239,9 @@ def _check_sizes(config: Any, name: str, limits: Mapping[str, int], family: Fami
         found = getattr(config, field, value)  # versions of transformers without it compute that
         if (list(found) if isinstance(found, tuple) else found) != value:
             raise CheckpointError(f"{name}: {field} is {str(found)[:60]}; expected {value}, all that is computed here")
+    types, steps = getattr(config, "layer_types", None) or (), getattr(config, "time_step_limit", None) or ()
+    if family.mamba is not None and family.mamba.kind in types and [*steps] != [0.0, math.inf]:
+        raise CheckpointError(f"{name}: time_step_limit is {str(steps)[:60]}; expected [0.0, inf], as computed here")
     of_heads = (("head_dim", 1), ("sliding_window", 0)) if config.model_type in FAMILIES else ()
     for field, least in of_heads:
         value = config_value(config, field)
