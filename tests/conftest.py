@@ -89,7 +89,15 @@ _begun: Counter[Path] = Counter()
 
 
 _broken: list[str] = []
-"""The test that broke this process's CUDA context, and how."""
+"""What broke this process's CUDA context, and how."""
+
+
+_ended: list[str] = []
+"""The test that ended last in this process."""
+
+
+def _break(what: str, error: BaseException) -> None:
+    _broken.append(f"{what}: {(str(error) or repr(error)).splitlines()[0]}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -100,31 +108,61 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     Models of tests are small: two threads wait for each other longer than they work, and other tests hold their cores.
     A test of what several threads do says how many.
     """
+    if _broken and item.get_closest_marker("gpu"):
+        pytest.skip(f"not judged: CUDA cannot be used in this process since {_broken[0]}")
     _begun[item.path] += 1
-    if _begun[item.path] <= 2:
+    if _begun[item.path] <= 2 and not _broken:  # what CUDA cannot free any more ends the process
         # Nor does the garbage collector look at what the files before have left, and what the first test has imported:
         # engines, forks and tests of servers would wait for that hundreds of times, for a second at the end of a run.
         _freeze_heap()
     if torch.get_num_threads() != 1:  # also where the test before it ran a command with `--threads`
         torch.set_num_threads(1)
-    torch.manual_seed(0)  # inputs of a test do not depend on the tests before it, which differ from worker to worker
-    if _broken and item.get_closest_marker("gpu"):
-        pytest.skip(f"not judged: CUDA cannot be used in this process since {_broken[0]}")
+    _seed()
+
+
+def _seed() -> None:
+    """Inputs of a test do not depend on the tests before it, which differ from worker to worker."""
+    if _broken:
+        torch.default_generator.manual_seed(0)
+        return
+    try:
+        torch.manual_seed(0)  # CUDA's, too, which fails after a fault and while a capture is open
+    except RuntimeError as error:
+        _break(f"what followed {_ended[-1]}" if _ended else "the collection of tests", error)
+        raise
+
+
+def _judge(item: pytest.Item, when: str) -> None:
+    """Raise `RuntimeError` where what a test marked `gpu` did, when it was set up, called or torn down, has broken
+    CUDA."""
+    if _broken or not item.get_closest_marker("gpu") or not torch.cuda.is_initialized():
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        _break(f"{when} of {item.nodeid}", error)
+        raise
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     """A fault of a kernel, and a capture that is left open, are the fault of the test that they come from: all that
     asks CUDA for anything after it would fail, too."""
+    _judge(item, "the setup")
     try:
         yield
     finally:
-        if item.get_closest_marker("gpu") and torch.cuda.is_initialized():
-            try:
-                torch.cuda.synchronize()
-            except RuntimeError as error:
-                _broken.append(f"{item.nodeid}: {str(error).splitlines()[0]}")
-                raise
+        _judge(item, "the call")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """The same of what fixtures leave, those of the file too where the test is its last one."""
+    try:
+        yield
+    finally:
+        _ended[:] = [item.nodeid]
+        _judge(item, "the teardown")
 
 
 @pytest.fixture(autouse=True, scope="session")
