@@ -303,7 +303,7 @@ VARIANTS: Mapping[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
         "mamba_n_heads": 8,
         "mamba_n_groups": 2,
-        "mamba_d_state": 14,
+        "mamba_d_state": 18,
         "mamba_chunk_size": 8,
         "time_step_limit": [0.0, 1e9],
     },
