@@ -83,13 +83,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int n = number(e);
         return n < CONVOLVED ? rows + of.channel(head, n) : n < NUMBERS ? rows + of.channels() + head : nullptr;
     });
-    launch_dependents();  // not before: see common/flag_in_data.cuh
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
         if (number(e) < NUMBERS)
             numbers[number(e)] = number(e) < CONVOLVED ? silu(sum[e] + value[e] * last_tap[e]) : value[e];
     }
     __syncthreads();
+    launch_dependents();  // not before, nor by threads without a number: see common/flag_in_data.cuh
     const float d = softplus(numbers[CONVOLVED] + dt_bias[head]), decay = expf(-rate[head] * d);
     float q[LANE_KEYS], k[LANE_KEYS], qk = 0;
     const auto load4 = [](const float4* p) { return *p; };
