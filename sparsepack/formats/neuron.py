@@ -71,12 +71,15 @@ EXACT_ZEROS = ("relu", "relu2")
 
 
 def check_neurons(architecture: Architecture) -> None:
-    """Raise `PackingError` unless a model's MLPs can be stored by neurons: some are inactive, and records fit."""
+    """Raise `PackingError` unless a model's MLPs can be stored by neurons: every block has one, some neurons are
+    inactive, and records fit."""
     if architecture.activation not in EXACT_ZEROS:
         raise PackingError(
             f"activation {architecture.activation!r}: its neurons are never exactly inactive, so leaving any out "
             f"would change the model; expected {' or '.join(EXACT_ZEROS)}; use zigzag-q4_k, which skips by thresholds"
         )
+    if any(block.mlp is None for block in architecture.blocks):
+        raise PackingError("blocks without an MLP: neurons are stored of every block; use zigzag-q4_k")
     record_bytes(architecture.hidden)
 
 

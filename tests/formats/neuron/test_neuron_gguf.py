@@ -162,13 +162,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "no zeros": ({"hidden_act": "silu"}, "activation 'silu': its neurons are never exactly inactive"),
     "odd width": ({"hidden_act": "relu", "hidden_size": 320}, "hidden size 320: neuron records need a multiple of 256"),
     "biases": ({"hidden_act": "relu", "mlp_bias": True}, "biases at mlp_in"),
+    "blocks alone": (
+        {"family": "nemotron_h", "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp"]},
+        "blocks without an MLP: neurons are stored of every block",
+    ),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_models_that_cannot_be_stored_so_are_refused(tmp_path: Path, case: str) -> None:
     changes, said = REFUSED[case]
-    checkpoint = open_checkpoint(make_model(tmp_path / "m", "llama", **changes))
+    checkpoint = open_checkpoint(make_model(tmp_path / "m", **changes))
     with pytest.raises(PackingError, match=said) as caught:
         FORMATS["neuron-q4_k"].check_model(checkpoint)
     assert "\n" not in str(caught.value)
