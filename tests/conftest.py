@@ -165,6 +165,18 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
         _judge(item, "the teardown")
 
 
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    """What fails is appended at once to the file that $SPARSEPACK_FAILURES names: a run that is cut off, on a machine
+    that is lent for minutes, ends without its summary."""
+    file = os.environ.get("SPARSEPACK_FAILURES")
+    if file and report.failed and "PYTEST_XDIST_WORKER" not in os.environ:
+        crash = getattr(report.longrepr, "reprcrash", None)
+        lines = str(report.longrepr if crash is None else crash.message).strip().splitlines()
+        why = [line for line in lines if line.startswith("E ")] or lines
+        with open(file, "a") as failures:
+            failures.write(f"{report.when} of {report.nodeid}: {' | '.join(why[:3])}\n")
+
+
 @pytest.fixture(autouse=True, scope="session")
 def _cache_of_its_own(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What `sparsepack tune` found for the user must change no test, and no test what it found."""
