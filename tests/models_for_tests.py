@@ -34,6 +34,17 @@ _GEMMA_4 = {
     "pad_token_id": 0,
 }
 INPUTS_OF_EACH_LAYER = "gemma4_text, inputs of each layer"
+_GRANITE_4 = {
+    "num_key_value_heads": 2,
+    "shared_intermediate_size": 512,
+    "num_local_experts": 0,
+    "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.1,
+    "logits_scaling": 8.0,
+}
+GRANITE_WITH_STATES = "granitemoehybrid, states"
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {"num_key_value_heads": 2, "tie_word_embeddings": False},
     "mistral": {"num_key_value_heads": 2, "tie_word_embeddings": False, "sliding_window": None, "head_dim": 64},
@@ -93,16 +104,17 @@ SMALL: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.1,
         "logits_scaling": 8.0,
     },
-    "granitemoehybrid": {
-        "num_key_value_heads": 2,
-        "shared_intermediate_size": 512,
-        "num_local_experts": 0,
-        "position_embedding_type": "rope",
-        "tie_word_embeddings": True,
-        "embedding_multiplier": 12.0,
-        "residual_multiplier": 0.22,
-        "attention_multiplier": 0.1,
-        "logits_scaling": 8.0,
+    "granitemoehybrid": {**_GRANITE_4, "position_embedding_type": "rope"},
+    GRANITE_WITH_STATES: {
+        **_GRANITE_4,
+        "model_type": "granitemoehybrid",
+        "position_embedding_type": "nope",
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "mamba_n_heads": 8,
+        "mamba_d_head": 64,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 32,
     },
     "hyperclovax": {
         "num_key_value_heads": 2,
@@ -343,6 +355,8 @@ def row(name: str) -> Family:
     family = FAMILIES[changes.get("model_type", name)]
     if family.shared_kv is not None and changes.get(family.shared_kv.count):
         return replace(family, gguf=None)  # llama.cpp's part is not of such models
+    if name == GRANITE_WITH_STATES:
+        return replace(family, gguf=None, residual=None)  # nor is this, and no basis
     return family.mixture if changes.get(family.mixes) and family.mixture is not None else family
 
 
@@ -400,7 +414,10 @@ WINDOWED: dict[str, dict[str, Any]] = {
     },
     "exaone4": {"sliding_window": 10, "layer_types": ["sliding_attention", "full_attention"]},
     **{family: {} for family in ("gemma", "hyperclovax", "lfm2", "qwen3_5_text", "glm", "glm4", "ernie4_5", "helium")},
-    **{family: {} for family in ("granite", "granitemoehybrid", "smollm3", "olmo", "olmo2", "arcee")},
+    **{
+        family: {}
+        for family in ("granite", "granitemoehybrid", GRANITE_WITH_STATES, "smollm3", "olmo", "olmo2", "arcee")
+    },
     **{family: {} for family in ("nemotron", "seed_oss", "ministral3", "bitnet", "apertus")},
 }
 """The changes to each family that make its layers look back a few tokens, where the family has such layers."""
@@ -473,7 +490,7 @@ def make_model(folder: Path, family: str = "llama", seed: int = 0, **changes: An
         values |= {} if dense is None or family == "nemotron_h" else {dense.key: dense.setting(False)}
         values |= {"layers_block_type": ["moe"]} if family == "nemotron_h" else {}
         values |= {"layer_types": ["full_attention"]} if values.get("layer_types") else {}
-    if family == "granitemoehybrid" and "layer_types" not in changes:
+    if family == "granitemoehybrid" and "layer_types" not in changes:  # states, if it is not said
         values["layer_types"] = ["attention"] * values["num_hidden_layers"]
     return _saved(folder, family, values, seed)
 

@@ -163,17 +163,19 @@ class Architecture:
                 return wide
             return dense if layer in self.dense_layers else mlp
 
-        before, after, scaled, centred, of_experts, within = (
-            "attn_norm" in family.norms,
-            "attn_post_norm" in family.norms,
-            bool(family.layer_scalar),
-            family.layer_norms,
-            EXPERT_NORMS[0] in family.norms,
-            SUB_NORMS[0] in family.norms,
-        )
-        how = before, after, scaled, centred, of_experts, self.per_layer, within, family.parallel
+        every_block: dict[str, Any] = {
+            "norms_before": "attn_norm" in family.norms,
+            "norms_after": "attn_post_norm" in family.norms,
+            "scaled": bool(family.layer_scalar),
+            "layer_norms": family.layer_norms,
+            "norms_of_experts": EXPERT_NORMS[0] in family.norms,
+            "per_layer": self.per_layer,
+            "sub_norms": SUB_NORMS[0] in family.norms,
+            "parallel": family.parallel,
+        }
         return tuple(
-            Block(mixer(layer, window), mlp_of(layer), *how) for layer, window in enumerate(self.sliding_windows)
+            Block(mixer(layer, window), mlp_of(layer), **every_block)
+            for layer, window in enumerate(self.sliding_windows)
         )
 
     @property

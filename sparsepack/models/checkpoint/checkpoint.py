@@ -388,7 +388,9 @@ def open_checkpoint(name: str | Path, hashed: bool = False) -> Checkpoint:
     for what in dict.fromkeys(left_out.values()):
         prefixes = [begins for begins, described in left_out.items() if described == what]
         if left := [begins for tensor in omitted for begins in prefixes if tensor.startswith(begins)]:
-            say(f"{name}: {what} ({left[0]}*, {len(left)} tensors) is left out: nothing here computes it")
+            first, *others = dict.fromkeys(f"{begins}*" for begins in left)
+            named_so = f"{first} and {len(others)} prefixes more" if others else first
+            say(f"{name}: {what} ({named_so}, {len(left)} tensors) is left out: nothing here computes it")
     if hashed:
         stored.hash.begin()
     source: TensorSource
