@@ -72,7 +72,7 @@ EXACT_ZEROS = ("relu", "relu2")
 
 def check_neurons(architecture: Architecture) -> None:
     """Raise `PackingError` unless a model's MLPs can be stored by neurons: every block has one, some neurons are
-    inactive, and records fit."""
+    inactive, engines know them, and records fit."""
     if architecture.activation not in EXACT_ZEROS:
         raise PackingError(
             f"activation {architecture.activation!r}: its neurons are never exactly inactive, so leaving any out "
@@ -80,6 +80,11 @@ def check_neurons(architecture: Architecture) -> None:
         )
     if any(block.mlp is None for block in architecture.blocks):
         raise PackingError("blocks without an MLP: neurons are stored of every block; use zigzag-q4_k")
+    if architecture.activation == "relu2" and any(block.mlp.gated for block in architecture.blocks if block.mlp):
+        raise PackingError(
+            "activation 'relu2' with a gate: no engine runs such neurons; expected relu, or relu2 without a gate; use "
+            "zigzag-q4_k"
+        )
     record_bytes(architecture.hidden)
 
 

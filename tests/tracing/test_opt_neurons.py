@@ -15,7 +15,8 @@ from sparsepack.calibrate.statistics import activity, importance
 from sparsepack.calibrate.trace import TraceOptions
 from sparsepack.calibrate.tracing import trace
 from sparsepack.cli.app import main
-from sparsepack.errors import CheckpointError
+from sparsepack.errors import PackingError
+from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 
 TRACE = TraceOptions(sessions=3, tokens=48, prompt=8)
@@ -103,12 +104,14 @@ def test_the_verbs_of_placement_run_on_it(folder, texts, tmp_path):
     assert 0.2 < json.loads((tmp_path / "s.json").read_text())["density"] < 0.8
 
 
-def test_squared_relu_is_traced_as_sparse_and_packed_by_none(texts, tmp_path):
+def test_squared_relu_with_a_gate_is_traced_as_sparse_and_packed_without_neurons(texts, tmp_path):
     folder = make_model(tmp_path / "m", "llama", hidden_act="relu2")
     made = trace(folder, texts, tmp_path / "t", TRACE)
     assert 0.2 < made.session(0).mean() < 0.8
     assert made.manifest["model"]["activation"] == "relu2"
     assert 0.2 < activity(calibrate(folder, texts, tmp_path / "c", CALIBRATE))[0].density < 0.8
-    with pytest.raises(CheckpointError, match="activation 'relu2'; expected silu, relu") as caught:
-        _ = open_checkpoint(folder).architecture
+    checkpoint = open_checkpoint(folder)
+    FORMATS["zigzag-q4_k"].check_model(checkpoint)
+    with pytest.raises(PackingError, match="activation 'relu2' with a gate: no engine") as caught:
+        FORMATS["neuron-q4_k"].check_model(checkpoint)
     assert "\n" not in str(caught.value)
