@@ -389,7 +389,7 @@ def table(figures: Sequence[Figure]) -> str:
     """Return the table of one model."""
     texts = list(figures[0]["texts"])
     lines = [[figures[0]["model"], "bits stored", "read", "file, MB"]]
-    lines[0] += [*(cell for text in texts for cell in (text, "KL")), "tasks", "tokens/s"]
+    lines[0] += [*(f"{text}, KL" for text in texts), "tasks", "tokens/s"]
     lines.append(["---", *["--:"] * (len(lines[0]) - 1)])
     for each in figures:
         tasks, speed = each["tasks"], each["tokens_per_second"]
@@ -399,17 +399,16 @@ def table(figures: Sequence[Figure]) -> str:
             f"{each['bits_read']:.2f}",
             f"{each['file_bytes'] / 1e6:.0f}",
         ]
-        for text in texts:
-            cells += [loss(each["texts"][text]), f"{each['texts'][text]['kl_divergence']['value']:.3f}"]
+        cells += [lost(each["texts"][text]) for text in texts]
         lines.append([*cells, f"{100 * tasks['mean']:.1f} %" if tasks else "", f"{speed:.1f}" if speed else ""])
     return markdown(lines)
 
 
-def loss(figure: Figure) -> str:
-    """Return by how much perplexity rises, with its standard error."""
+def lost(figure: Figure) -> str:
+    """Return by how much perplexity rises, with its standard error, and the KL divergence."""
     ratio = figure["perplexity_ratio"]
     error = "" if ratio["stderr"] is None else f" ± {100 * ratio['stderr']:.1f}"
-    return f"{100 * (ratio['value'] - 1):+.1f} %{error}"
+    return f"{100 * (ratio['value'] - 1):+.1f} %{error}, {figure['kl_divergence']['value']:.3f}"
 
 
 def summary(figures: Sequence[Figure]) -> str:
@@ -426,9 +425,7 @@ def summary(figures: Sequence[Figure]) -> str:
             if found is None:
                 lines[-1] += [""] * (1 + len(texts))
                 continue
-            of_texts = (found["texts"][text] for text in texts)
-            losses = (f"{loss(each)}, {each['kl_divergence']['value']:.3f}" for each in of_texts)
-            lines[-1] += [f"{found['bits_read']:.2f}", *losses]
+            lines[-1] += [f"{found['bits_read']:.2f}", *(lost(found["texts"][text]) for text in texts)]
     return markdown(lines)
 
 
