@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
+from model_table import NEMOTRON_H
 from models_for_tests import edit_config, make_model
-from packed_models import NEMOTRON_H, random_model, stock_logits, stock_model, with_rules
+from packed_models import random_model, stock_logits, stock_model, with_rules
 
 from sparsepack.errors import CheckpointError, UserError
 from sparsepack.formats.packed import PackedLayer, PackedModel

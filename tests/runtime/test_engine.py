@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend, largest_difference
-from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_rules, with_sites
+from model_table import VARIANTS
+from packed_models import random_model, stock_logits, stock_model, with_rules, with_sites
 from torch import Tensor
 
 from sparsepack.errors import UserError

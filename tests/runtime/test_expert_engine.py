@@ -8,12 +8,8 @@ from typing import Any
 import pytest
 import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend_that, largest_difference
+from model_table import DELTA_MIXTURE, GPT_OSS, LATENTS, LFM2_MOE, NEMOTRON_H
 from packed_models import (
-    DELTA_MIXTURE,
-    GPT_OSS,
-    LATENTS,
-    LFM2_MOE,
-    NEMOTRON_H,
     random_model,
     stock_logits,
     stock_model,

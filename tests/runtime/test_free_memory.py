@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from packed_models import LATENTS, random_model, with_sites
+from model_table import LATENTS
+from packed_models import random_model, with_sites
 
 from sparsepack.models.sites import SiteRule
 from sparsepack.runtime import free_memory as room

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import DELTA_MIXTURE, LATENTS, LFM2_MOE, NEMOTRON_H, random_model, stock_model
+from model_table import DELTA_MIXTURE, LATENTS, LFM2_MOE, NEMOTRON_H
+from packed_models import random_model, stock_model
 from torch import Tensor
 
 from sparsepack.formats.packed import PackedModel

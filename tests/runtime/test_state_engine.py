@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 from backends import TOLERANCE, engine_of, every_backend_that, largest_difference
-from packed_models import DELTA_MIXTURE, random_model, stock_model, with_rules
+from model_table import DELTA_MIXTURE
+from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import UserError

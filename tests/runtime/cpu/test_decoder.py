@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_table import VARIANTS
 from native_build import forks, instruction_set_params
-from packed_models import VARIANTS, by_neurons, random_model, stock_model, with_rules
+from packed_models import by_neurons, random_model, stock_model, with_rules
 from pairwise import each_value
 from torch import Tensor
 

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from model_table import VARIANTS
 from native_build import instruction_set_params
-from packed_models import VARIANTS, random_model, stock_logits, stock_model, with_sites
+from packed_models import random_model, stock_logits, stock_model, with_sites
 from torch import Tensor
 
 from sparsepack.formats.kinds import MatrixFormat

@@ -9,8 +9,9 @@ import simulated
 import torch
 from backends import largest_difference, skip_lacking
 from decoder_steps import steps
-from packed_models import NEMOTRON_H, random_model, stock_model, with_rules
-from packed_models import VARIANTS as COMMON
+from model_table import NEMOTRON_H
+from model_table import VARIANTS as COMMON
+from packed_models import random_model, stock_model, with_rules
 from pairwise import each_value
 from torch import Tensor
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from artifacts_for_tests import write_zigzag
 from backends import skip_lacking
-from packed_models import VARIANTS, random_model, stock_model, with_rules
+from model_table import VARIANTS
+from packed_models import random_model, stock_model, with_rules
 from torch import Tensor
 
 from sparsepack.errors import UserError

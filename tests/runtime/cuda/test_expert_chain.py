@@ -8,12 +8,8 @@ import pytest
 import simulated
 import torch
 from backends import largest_difference
+from model_table import DELTA_MIXTURE, GPT_OSS, LATENTS, LFM2_MOE, NEMOTRON_H
 from packed_models import (
-    DELTA_MIXTURE,
-    GPT_OSS,
-    LATENTS,
-    LFM2_MOE,
-    NEMOTRON_H,
     random_model,
     stock_model,
     with_levels,
