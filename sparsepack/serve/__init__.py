@@ -1,12 +1,13 @@
-"""A packed model behind HTTP, by OpenAI's protocol: `sparsepack serve`. Needs the extra `serve`; see docs/serve.md.
+"""A packed model behind HTTP, by the protocols of its clients: `sparsepack serve`. Needs the extra `serve`; see docs/serve.md.
 
 app.py        routes: a request, checked; its response
   guards.py     keys, host names, the size of a body
   prepare.py    from a body to prompts and options for the engine
-    schema.py     the bodies of requests
+    schema.py     the form of requests that all protocols are read into
     grammar.py    JSON schemas and grammars that a text keeps to
-  answers.py    the bodies of responses, whole and in events
+  answer.py     an answer while it is generated, and how a protocol writes it
     tools.py      calls of tools in them
+  protocols/    a module for each protocol of clients: routes, how requests are read and answers written
   delivery.py   a response on its way to its client
   metrics.py    counters for Prometheus
 scheduler.py  the one thread that runs the engine, and the bounded queue before it

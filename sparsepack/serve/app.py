@@ -4,7 +4,7 @@ import asyncio
 import ctypes
 import time
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
@@ -16,18 +16,30 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from sparsepack.formats.manifest import SCORE
-from sparsepack.serve.answers import CHAT, COMPLETION, Answer, ResponseShape
+from sparsepack.serve.answer import Answer
 from sparsepack.serve.connections import Connections, max_connections
 from sparsepack.serve.delivery import Delivery, queue_full
-from sparsepack.serve.guards import LOOPBACK, SMALL_BODY, Guard, LargeBodies, read_json_body, refusal_response
+from sparsepack.serve.guards import (
+    LOOPBACK,
+    MAX_JSON_VALUES,
+    SMALL_BODY,
+    Guard,
+    LargeBodies,
+    check_values,
+    read_json_body,
+)
 from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prepare import PreparedRequest, Prompts, RequestPreparer
+from sparsepack.serve.protocols import PROTOCOLS, refusal_response
+from sparsepack.serve.protocols.protocol import Endpoint, Query
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.scheduler import ENDING, Closing, QueueFull, Scheduler
 from sparsepack.serve.ticket import GenerationRequest, Ticket
 
-PATHS = frozenset(("/health", "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions"))
+ENDPOINTS = tuple(endpoint for protocol in PROTOCOLS for endpoint in protocol.endpoints)
+QUERIES = tuple(query for protocol in PROTOCOLS for query in protocol.queries)
+PATHS = frozenset(("/health", "/metrics", "/v1/models", *(path for one in PROTOCOLS for path in one.paths)))
 
 R = TypeVar("R")
 
@@ -70,39 +82,43 @@ class Service:
         self._preparer.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
-    async def completions(self, request: Request) -> Any:
-        """Continue a prompt."""
-        return await self._delivery(COMPLETION, request, self._preparer.completion)
-
-    async def chat_completions(self, request: Request) -> Any:
-        """Answer the last message of a chat."""
-        return await self._delivery(CHAT, request, self._preparer.chat)
-
     async def prometheus(self, request: Request) -> Response:
         """What the server has done, for Prometheus."""
         return Response(self.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def _delivery(
-        self, form: ResponseShape, request: Request, prepare: Callable[[bytes], PreparedRequest]
-    ) -> Delivery:
+    async def query(self, query: Query, request: Request) -> Response:
+        """Answer without generating."""
+
+        def answer(body: bytes) -> Any:
+            check_values(body, MAX_JSON_VALUES)
+            return query.answer(body, self)
+
+        if query.method == "GET":
+            return JSONResponse(await asyncio.to_thread(answer, b""))
+        return JSONResponse(await self._read(request, answer))
+
+    async def generate(self, endpoint: Endpoint, request: Request) -> Any:
+        """Generate the answer to a request."""
         received_at = time.monotonic()
         async with self._beginning:  # of many that come together one after the other, and others between them
             await asyncio.sleep(0)
-        prepared = await self._read(request, prepare)
+        prepared = await self._read(request, partial(self._prepare, endpoint))
         answer = Answer(
-            form,
+            prepared.request,
             self.name,
             self.fingerprint,
             prompt_tokens=len(prepared.sequences[0].ids),
-            with_usage=prepared.request.includes_usage,
-            logprobs=prepared.logprobs,
+            bytes_of=self.prompts.bytes_of.of,
             parser=prepared.parser,
         )
+        writer, stream = endpoint.writer(answer), bool(prepared.request.stream)
         client = request.client.host if request.client else ""
         tickets = self._submit(prepared.sequences, client)
-        return Delivery(
-            tickets, answer, bool(prepared.request.stream), self.options.send_timeout, self.metrics, received_at
-        )
+        return Delivery(tickets, writer, stream, self.options.send_timeout, self.metrics, received_at)
+
+    def _prepare(self, endpoint: Endpoint, body: bytes) -> PreparedRequest:
+        check_values(body, MAX_JSON_VALUES + (self.prompts.context if endpoint.token_ids else 0))
+        return self._preparer.prepare(endpoint.read(body, self))
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
         """What a function makes of a request's body, in a thread, while others are served. Raises `Refusal` where there
@@ -164,7 +180,7 @@ def create_app(service: Service) -> Starlette:
     local = options.api_key is None and options.host in LOOPBACK
     middleware = [
         Middleware(Counting, metrics=service.metrics, paths=PATHS),
-        Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None),
+        Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None, refuse=refusal_response),
     ]
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         origins = list(options.cors_origins)
@@ -178,8 +194,8 @@ def create_app(service: Service) -> Starlette:
             Route("/metrics", service.prometheus),
             Route("/v1/models", service.models),
             Route("/v1/models/{name:path}", service.model),
-            Route("/v1/completions", service.completions, methods=["POST"]),
-            Route("/v1/chat/completions", service.chat_completions, methods=["POST"]),
+            *(Route(one.path, partial(service.generate, one), methods=["POST"]) for one in ENDPOINTS),
+            *(Route(one.path, partial(service.query, one), methods=[one.method]) for one in QUERIES),
         ],
         middleware=middleware,
         exception_handlers={Refusal: _refused, HTTPException: _no_route, Exception: _failed},
@@ -188,20 +204,21 @@ def create_app(service: Service) -> Starlette:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return refusal_response(error)
+    return refusal_response(request.url.path, error)
 
 
 async def _no_route(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what = f"{request.method} {request.url.path}: {error.detail}; docs/serve.md says what there is"
     refusal = Refusal(error.status_code, what)
-    response = refusal_response(refusal)
+    response = refusal_response(request.url.path, refusal)
     response.headers.update(error.headers or {})
     return response
 
 
 async def _failed(request: Request, error: Exception) -> Response:
-    return refusal_response(Refusal(500, "the server failed; its log says why", code="internal_error"))
+    refusal = Refusal(500, "the server failed; its log says why", code="internal_error")
+    return refusal_response(request.url.path, refusal)
 
 
 @cache

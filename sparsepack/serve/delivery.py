@@ -5,16 +5,15 @@ import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.progress import say
-from sparsepack.serve.answers import END_OF_STREAM, KEEP_ALIVE, Answer, Choice, Json, server_sent
-from sparsepack.serve.guards import refusal_response
+from sparsepack.serve.answer import AnswerWriter, Choice
 from sparsepack.serve.metrics import Metrics
+from sparsepack.serve.protocols import refusal_response
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.scheduler import Closing, QueueFull
 from sparsepack.serve.ticket import Event, Failure, Finish, TextDelta, Ticket
@@ -22,8 +21,7 @@ from sparsepack.serve.ticket import Event, Failure, Finish, TextDelta, Ticket
 KEEP_ALIVE_SECONDS = 15.0
 """A stream that has had nothing to say for this many seconds shows that the stream lives."""
 
-EVENT_STREAM = [
-    (b"content-type", b"text/event-stream; charset=utf-8"),
+STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would keep the events together
 ]
@@ -38,7 +36,7 @@ class Delivery:
     """The response to a request whose texts wait or are made.
 
     tickets      -- of the texts
-    answer       -- what is said around them
+    writer       -- writes the answer
     stream       -- in events, as the texts are made; or in one piece
     send_timeout -- seconds that the client has to take what is sent
     metrics      -- what counts them
@@ -47,7 +45,7 @@ class Delivery:
     """
 
     tickets: Sequence[Ticket]
-    answer: Answer
+    writer: AnswerWriter
     stream: bool
     send_timeout: float
     metrics: Metrics
@@ -59,14 +57,15 @@ class Delivery:
                 await send(message)
 
         watch = asyncio.create_task(self._cancel_when_gone(receive))
-        choices = [Choice(self.answer, n) for n in range(len(self.tickets))]
+        answer = self.writer.answer
+        choices = [Choice(n, answer.parser()) for n in range(len(self.tickets))]
         try:
             if self.stream:
                 await self._send_events(choices, send_in_time)
             else:
                 await self._send_whole(choices, scope, receive, send_in_time)
         except TimeoutError:
-            say(f"{self.answer.id}: dropped, the client took nothing for {self.send_timeout:g} s")
+            say(f"{answer.id}: dropped, the client took nothing for {self.send_timeout:g} s")
         finally:
             watch.cancel()
             self._cancel()
@@ -93,48 +92,42 @@ class Delivery:
                 case Failure():
                     choices[n].error = event.error
                     if not isinstance(event.error, _ClientGone):
-                        await refusal_response(refusal_for(event.error))(scope, receive, send)
+                        await refusal_response(scope["path"], refusal_for(event.error))(scope, receive, send)
                     return
-        written = partial(self.answer.written, choices)
-        body = written() if self.answer.logprobs is None else await asyncio.to_thread(written)
+        many = self.writer.answer.request.logprobs_count is not None  # megabytes take a while
+        body = await asyncio.to_thread(self.writer.whole, choices) if many else self.writer.whole(choices)
         await Response(body, media_type="application/json")(scope, receive, send)
 
     async def _send_events(self, choices: Sequence[Choice], send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM})
-        for choice in choices:
-            await self._send_chunks(choice.opening(), send)
+        headers = [(b"content-type", self.writer.content_type.encode()), *STREAM_HEADERS]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await _send_more(send, self.writer.begin(choices))
         async for n, event in _merge_events(self.tickets, KEEP_ALIVE_SECONDS):
             match event:
                 case None:
-                    await _send_more(send, KEEP_ALIVE)
+                    await _send_more(send, self.writer.keep_alive)
                 case TextDelta() | Finish():
                     self._add(choices[n], event)
-                    chunks = choices[n].chunks()
-                    if all(choice.end for choice in choices):
-                        last = b"".join(map(server_sent, (*chunks, *self.answer.usage_chunk(choices))))
-                        await _send_more(send, last + END_OF_STREAM)
-                    else:
-                        await self._send_chunks(chunks, send)
+                    ended = all(choice.end for choice in choices)
+                    rest = self.writer.end(choices) if ended else b""
+                    await _send_more(send, self.writer.delta(choices[n]) + rest)
                 case Failure():
                     choices[n].error = event.error
                     if not isinstance(event.error, _ClientGone):
-                        await _send_more(send, server_sent(refusal_for(event.error).body()))
+                        await _send_more(send, self.writer.failure(refusal_for(event.error)))
                     break
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _send_chunks(self, chunks: Sequence[Json], send: Send) -> None:
-        for chunk in chunks:
-            await _send_more(send, server_sent(chunk))
-
     def _add(self, choice: Choice, event: TextDelta | Finish) -> None:
         """Take what came of a text, and count it."""
-        if choice.begins:
+        if not choice.begun:
             self.metrics.count_first_delta(self.received_at)
         if isinstance(event, Finish):
-            self.metrics.count_finish(self.received_at, self.answer.prompt_tokens, event)
+            answer = self.writer.answer
+            self.metrics.count_finish(self.received_at, answer.prompt_tokens, event)
             say(
-                f"{self.answer.id}: {self.answer.prompt_tokens} tokens, {event.cached} of them cached, "
-                f"then {event.tokens} in {time.time() - self.answer.created:.1f} s ({event.reason})"
+                f"{answer.id}: {answer.prompt_tokens} tokens, {event.cached} of them cached, "
+                f"then {event.tokens} in {time.time() - answer.created:.1f} s ({event.reason})"
             )
         choice.add(event)
 
@@ -195,5 +188,7 @@ def queue_full(error: QueueFull) -> Refusal:
 
 
 async def _send_more(send: Send, body: bytes) -> None:
+    if not body:
+        return
     await send({"type": "http.response.body", "body": body, "more_body": True})
     await asyncio.sleep(0)  # sending waits for nothing while there is room: let others go on, and see whether one went

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse
+from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparsepack.serve.refusals import Refusal
@@ -41,16 +41,23 @@ class Guard:
     key   -- that requests must carry; None: none
     hosts -- names that the Host header may have; None: any. A web page can have its own name lead to 127.0.0.1; its
              requests then carry that name.
+    refuse -- the answer to a path that refuses
     """
 
-    def __init__(self, app: ASGIApp, key: str | None, hosts: Collection[str] | None) -> None:
-        self._app = app
+    def __init__(
+        self,
+        app: ASGIApp,
+        key: str | None,
+        hosts: Collection[str] | None,
+        refuse: Callable[[str, Refusal], Response],
+    ) -> None:
+        self._app, self._refuse = app, refuse
         self._key = None if key is None else key.encode()
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
-            await refusal_response(refusal)(scope, receive, send)
+            await self._refuse(scope["path"], refusal)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
@@ -61,15 +68,11 @@ class Guard:
             return None
         given = headers.get("authorization", "")
         scheme, _, key = given.partition(" ")
-        if scheme.lower() == "bearer" and hmac.compare_digest(key.strip().encode(), self._key):
+        keys = (key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))  # Anthropic's clients
+        if any(hmac.compare_digest(key.encode(), self._key) for key in keys):
             return None
         wrong = "the key in it is not this server's" if given else "there is none"
         return Refusal(401, f"expected the header Authorization: Bearer KEY; {wrong}", code="invalid_api_key")
-
-
-def refusal_response(refusal: Refusal) -> JSONResponse:
-    """The answer to a request that is refused."""
-    return JSONResponse(refusal.body(), refusal.status, refusal.headers())
 
 
 def host_name(header: str) -> str:

@@ -3,7 +3,6 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 from sparsepack.errors import UserError
@@ -11,11 +10,10 @@ from sparsepack.loading import Model
 from sparsepack.models.tokenizer.tokens import TokenBytes
 from sparsepack.runtime.generation.generate import apply_suggestions, prompt_tokens
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.answers import LogprobsFormatter, chat_logprobs, completion_logprobs
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
-from sparsepack.serve.guards import MAX_BODY_BYTES, MAX_JSON_VALUES, check_values
+from sparsepack.serve.guards import MAX_BODY_BYTES
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
+from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters
 from sparsepack.serve.ticket import GenerationRequest
 from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCallParser, takes_tools, tool_format
 
@@ -114,13 +112,11 @@ class PreparedRequest:
     """A request that can be served.
 
     sequences   -- what the engine makes, all after the same prompt
-    logprobs    -- makes what says how likely tokens were, for each text; None: nothing does
     parser      -- makes what tells text from calls
     """
 
     request: TextParameters
     sequences: tuple[GenerationRequest, ...]
-    logprobs: Callable[[], LogprobsFormatter] | None
     parser: Callable[[], AnswerParser] = PlainTextParser
 
 
@@ -136,25 +132,17 @@ class RequestPreparer:
         self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
         self._tool_format = tool_format(model.template(with_tools=True) or "")
 
-    def completion(self, body: bytes) -> PreparedRequest:
-        """From the body of POST /v1/completions. Raises `Refusal`."""
-        check_values(body, MAX_JSON_VALUES + self._prompts.context)
-        request = read_request(CompletionRequest, body)
+    def prepare(self, request: TextParameters) -> PreparedRequest:
+        """Return a request's prompt in tokens, options and parser. Raises `Refusal`."""
         self._check(request)
-        ids = self._prompts.plain(request.prompt_value)
-        sequences = self._sequences(request, ids, self._constraint(request))
-        return PreparedRequest(request, sequences, self._logprobs(request))
-
-    def chat(self, body: bytes) -> PreparedRequest:
-        """From the body of POST /v1/chat/completions. Raises `Refusal`."""
-        check_values(body, MAX_JSON_VALUES)
-        request = read_request(ChatRequest, body)
-        self._check(request)
+        if isinstance(request, CompletionRequest):
+            ids = self._prompts.plain(request.prompt_value)
+            return PreparedRequest(request, self._sequences(request, ids, self._constraint(request)))
+        assert isinstance(request, ChatRequest)
         messages = [message.for_template() for message in request.messages]
         ids = self._prompts.chat(messages, [tool.for_template() for tool in request.callable_tools])
         constraint = self._call(request) if request.requires_tool_call else self._constraint(request)
-        sequences = self._sequences(request, ids, constraint)
-        return PreparedRequest(request, sequences, self._logprobs(request), self._parser(request))
+        return PreparedRequest(request, self._sequences(request, ids, constraint), self._parser(request))
 
     def check_model(self, name: str) -> None:
         """Raise `Refusal` 404 for a model that is not the one."""
@@ -202,12 +190,6 @@ class RequestPreparer:
             return PlainTextParser
         most = 1 if request.parallel_tool_calls is False else None
         return lambda: ToolCallParser(format, names, most)
-
-    def _logprobs(self, request: TextParameters) -> Callable[[], LogprobsFormatter] | None:
-        if request.logprobs_count is None:
-            return None
-        form = chat_logprobs if isinstance(request, ChatRequest) else completion_logprobs
-        return partial(form, self._prompts.bytes_of.of)
 
 
 def generate_options(request: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:

@@ -51,24 +51,39 @@ class ToolCall:
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}")
 
 
+@dataclass(frozen=True)
+class ParsedText:
+    """Parts of an answer, in this order.
+
+    reasoning -- what the model wrote before its answer, for itself
+    """
+
+    text: str = ""
+    calls: tuple[ToolCall, ...] = ()
+    reasoning: str = ""
+
+    def __add__(self, later: "ParsedText") -> "ParsedText":
+        return ParsedText(self.text + later.text, self.calls + later.calls, self.reasoning + later.reasoning)
+
+
 class AnswerParser(Protocol):
     """Tells the text of an answer from the calls in it."""
 
-    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+    def push(self, piece: str) -> ParsedText:
         """Add text. Returns what certainly is no part of a call, and the calls that are complete."""
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
+    def finish(self) -> ParsedText:
         """The rest of the text and of the calls, when no more text comes."""
 
 
 class PlainTextParser:
     """Takes all for text."""
 
-    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
-        return piece, []
+    def push(self, piece: str) -> ParsedText:
+        return ParsedText(piece)
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
-        return "", []
+    def finish(self) -> ParsedText:
+        return ParsedText()
 
 
 class ToolCallParser:
@@ -89,17 +104,17 @@ class ToolCallParser:
         self._buffer = ""  # told neither as text nor as a call
         self._called = self._is_text = False
 
-    def push(self, piece: str) -> tuple[str, list[ToolCall]]:
+    def push(self, piece: str) -> ParsedText:
         self._buffer += piece
         text, calls = self._release(self._plain_prefix(piece)), list[ToolCall]()
         if self._mark in self._buffer[-len(piece) - len(self._mark) + 1 :]:  # else no call became complete
             calls = self._complete_calls(self._end)
-        return text + (self._release(len(self._buffer)) if self._is_text else ""), calls
+        return ParsedText(text + (self._release(len(self._buffer)) if self._is_text else ""), tuple(calls))
 
-    def finish(self) -> tuple[str, list[ToolCall]]:
+    def finish(self) -> ParsedText:
         calls = self._complete_calls(self._last)
         rest = self._release(len(self._buffer))
-        return ("" if self._called and not rest.strip() else rest), calls
+        return ParsedText("" if self._called and not rest.strip() else rest, tuple(calls))
 
     def _plain_prefix(self, piece: str) -> int:
         """How many characters of what is held are no part of a call, whatever comes after them."""

@@ -101,7 +101,7 @@ def test_a_body_has_room_for_every_prompt_that_fits_whatever_its_escapes(served:
 def test_a_body_of_too_many_values_is_refused_before_they_are_made(
     served: Served, monkeypatch: pytest.MonkeyPatch, body: bytes
 ) -> None:
-    monkeypatch.setattr("sparsepack.serve.prepare.read_request", lambda *_: pytest.fail("read"))
+    monkeypatch.setattr("sparsepack.serve.protocols.openai.read_request", lambda *_: pytest.fail("read"))
     assert f"the body has more than {MAX_JSON_VALUES + 1024:,} JSON values" in refused(served, body)
 
 

@@ -19,9 +19,9 @@ from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.answers import Answer, completion_logprobs
 from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.protocols.openai import OpenAIWriter, completion_logprobs
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import HERMES as HERMES_FORMAT
 
@@ -126,8 +126,8 @@ def test_offsets_in_a_stream_are_those_of_the_whole_where_a_stop_string_holds_te
 
 def test_health_answers_while_a_large_answer_is_written(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
-    written = Answer.written
-    monkeypatch.setattr(Answer, "written", lambda *told: threads.append(threading.current_thread()) or written(*told))
+    whole = OpenAIWriter.whole
+    monkeypatch.setattr(OpenAIWriter, "whole", lambda *told: threads.append(threading.current_thread()) or whole(*told))
     chat(served, logprobs=True, top_logprobs=20)
     assert threads
     assert threads[0].name != "test-server"

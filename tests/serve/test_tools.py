@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from sparsepack.serve.tools import HERMES, LLAMA, ToolCall, ToolCallParser, ToolFormat, takes_tools, tool_format
+from sparsepack.serve.tools import HERMES, LLAMA, ParsedText, ToolCallParser, ToolFormat, takes_tools, tool_format
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call> {"}}'
 
@@ -14,12 +14,12 @@ CALL = '{"name": "f", "arguments": {"a": "</tool_call> {"}}'
 def read(format: ToolFormat, *pieces: str) -> tuple[str, list[tuple[str, object]]]:
     """The text of an answer and its calls."""
     told = in_pieces(format, *pieces)
-    calls = [call for _, calls in told for call in calls]
+    calls = [call for parsed in told for call in parsed.calls]
     assert len({call.id for call in calls}) == len(calls)
-    return "".join(text for text, _ in told), [(call.name, json.loads(call.arguments)) for call in calls]
+    return "".join(parsed.text for parsed in told), [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-def in_pieces(format: ToolFormat, *pieces: str) -> list[tuple[str, list[ToolCall]]]:
+def in_pieces(format: ToolFormat, *pieces: str) -> list[ParsedText]:
     """What is told after each piece, and at the end."""
     reader = ToolCallParser(format, {"f", "g"})
     return [*map(reader.push, pieces), reader.finish()]
@@ -86,9 +86,9 @@ def test_another_answer_is_text(answer: str) -> None:
 )
 def test_each_call_is_told_when_it_is_complete(format: ToolFormat, answer: str) -> None:
     told = in_pieces(format, *answer.split("|"))
-    assert [[call.name for call in calls] for _, calls in told] == [["f"], ["g"], [], []]
+    assert [[call.name for call in parsed.calls] for parsed in told] == [["f"], ["g"], [], []]
     by_character = in_pieces(format, *answer.replace("|", ""))
-    assert [call.name for _, calls in by_character[:-1] for call in calls] == ["f", "g"]
+    assert [call.name for parsed in by_character[:-1] for call in parsed.calls] == ["f", "g"]
     assert "".join(text for text, _ in by_character) == ("Well. " if format is HERMES else "")
 
 
@@ -111,13 +111,13 @@ def test_of_several_calls_those_that_may_be_told_are_told(format: ToolFormat, an
     for pieces in ([answer], [*answer]):
         reader = ToolCallParser(format, {"f", "g"}, most=1)
         told = [*map(reader.push, pieces), reader.finish()]
-        assert [call.name for _, calls in told for call in calls] == ["f"]
-        assert "".join(text for text, _ in told) == ("Well.  Done." if format is HERMES else " Done.")
+        assert [call.name for parsed in told for call in parsed.calls] == ["f"]
+        assert "".join(parsed.text for parsed in told) == ("Well.  Done." if format is HERMES else " Done.")
 
 
 def test_arguments_have_only_characters_that_have_utf_8() -> None:
     answer = '<tool_call>{"name": "f", "arguments": {"a": "\\ud800", "b": "Z\u00fcrich"}}</tool_call>'
-    ((_, (call,)), _) = in_pieces(HERMES, answer)
+    (call,) = in_pieces(HERMES, answer)[0].calls
     assert call.arguments.encode()
     assert json.loads(call.arguments) == {"a": "\ud800", "b": "Z\u00fcrich"}
 

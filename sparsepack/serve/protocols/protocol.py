@@ -1,0 +1,58 @@
+"""What a protocol of clients is to the server: its endpoints, its other routes, its form of errors."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from sparsepack.serve.answer import Answer, AnswerWriter
+from sparsepack.serve.refusals import Refusal
+from sparsepack.serve.schema import TextParameters
+
+if TYPE_CHECKING:
+    from sparsepack.serve.app import Service
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """A route whose answer is generated.
+
+    path      -- of POST requests
+    read      -- makes a request of a body, in a thread; raises `Refusal`. A protocol other than OpenAI's writes the
+                 body anew in the form of `ChatRequest` or `CompletionRequest`, whose limits then hold
+    writer    -- writes an answer
+    token_ids -- whether a body may have a list of token ids, as many as the context has
+    """
+
+    path: str
+    read: "Callable[[bytes, Service], TextParameters]"
+    writer: Callable[[Answer], AnswerWriter]
+    token_ids: bool = False
+
+
+@dataclass(frozen=True)
+class Query:
+    """A route whose answer is known without generating: GET, or POST with a JSON body.
+
+    answer -- makes the answer of a body, which is empty for GET, in a thread; raises `Refusal`
+    """
+
+    method: str
+    path: str
+    answer: "Callable[[bytes, Service], Any]"
+
+
+@dataclass(frozen=True)
+class ClientProtocol:
+    """A protocol of clients.
+
+    error -- the body of an answer that refuses a request
+    """
+
+    endpoints: Sequence[Endpoint]
+    queries: Sequence[Query] = ()
+    error: Callable[[Refusal], dict[str, Any]] = Refusal.body
+
+    @property
+    def paths(self) -> list[str]:
+        """Return the paths of all routes."""
+        return [*(endpoint.path for endpoint in self.endpoints), *(query.path for query in self.queries)]
