@@ -1,4 +1,4 @@
-"""A packed model behind HTTP, by the protocols of its clients: `sparsepack serve`. Needs the extra `serve`; see docs/serve.md.
+"""A packed model behind HTTP, by protocols of its clients: `sparsepack serve`. Needs the extra `serve`; docs/serve.md.
 
 app.py        routes: a request, checked; its response
   guards.py     keys, host names, the size of a body

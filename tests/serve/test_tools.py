@@ -89,7 +89,7 @@ def test_each_call_is_told_when_it_is_complete(format: ToolFormat, answer: str) 
     assert [[call.name for call in parsed.calls] for parsed in told] == [["f"], ["g"], [], []]
     by_character = in_pieces(format, *answer.replace("|", ""))
     assert [call.name for parsed in by_character[:-1] for call in parsed.calls] == ["f", "g"]
-    assert "".join(text for text, _ in by_character) == ("Well. " if format is HERMES else "")
+    assert "".join(parsed.text for parsed in by_character) == ("Well. " if format is HERMES else "")
 
 
 def test_what_comes_after_a_call_and_is_none_is_text() -> None:
