@@ -24,6 +24,7 @@ class Answer:
     request       -- what it answers
     model         -- the model's name
     fingerprint   -- changes with the model and what runs it
+    client        -- address of the client
     prompt_tokens -- in the prompt, BOS included
     bytes_of      -- the bytes of a token, by its id
     parser        -- makes the parser of each sequence
@@ -34,6 +35,7 @@ class Answer:
     request: TextParameters
     model: str
     fingerprint: str
+    client: str
     prompt_tokens: int
     bytes_of: Callable[[int], bytes]
     parser: Callable[[], AnswerParser] = PlainTextParser

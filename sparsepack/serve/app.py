@@ -62,7 +62,7 @@ class Service:
             waiting=lambda: scheduler.waiting,
             bits_read=None if prompts.model.packed.plane_bits is None else lambda: scheduler.bits_read,
         )
-        self._preparer = RequestPreparer(prompts.model, prompts, name, scheduler.capacity + options.queue)
+        self.preparer = RequestPreparer(prompts.model, prompts, name, scheduler.capacity + options.queue)
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
         self._one_large_body, self._beginning = asyncio.Lock(), asyncio.Lock()
@@ -79,7 +79,7 @@ class Service:
 
     async def model(self, request: Request) -> Response:
         """The model, asked for by its name."""
-        self._preparer.check_model(request.path_params["name"])
+        self.preparer.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 
     async def prometheus(self, request: Request) -> Response:
@@ -91,9 +91,9 @@ class Service:
 
         def answer(body: bytes) -> Any:
             check_values(body, MAX_JSON_VALUES)
-            return query.answer(body, self)
+            return query.answer(body, self, **request.path_params)
 
-        if query.method == "GET":
+        if query.method != "POST":
             return JSONResponse(await asyncio.to_thread(answer, b""))
         return JSONResponse(await self._read(request, answer))
 
@@ -103,22 +103,23 @@ class Service:
         async with self._beginning:  # of many that come together one after the other, and others between them
             await asyncio.sleep(0)
         prepared = await self._read(request, partial(self._prepare, endpoint))
+        client = request.client.host if request.client else ""
         answer = Answer(
             prepared.request,
             self.name,
             self.fingerprint,
+            client,
             prompt_tokens=len(prepared.sequences[0].ids),
             bytes_of=self.prompts.bytes_of.of,
             parser=prepared.parser,
         )
         writer, stream = endpoint.writer(answer), bool(prepared.request.stream)
-        client = request.client.host if request.client else ""
         tickets = self._submit(prepared.sequences, client)
         return Delivery(tickets, writer, stream, self.options.send_timeout, self.metrics, received_at)
 
     def _prepare(self, endpoint: Endpoint, body: bytes) -> PreparedRequest:
         check_values(body, MAX_JSON_VALUES + (self.prompts.context if endpoint.token_ids else 0))
-        return self._preparer.prepare(endpoint.read(body, self))
+        return self.preparer.prepare(endpoint.read(body, self))
 
     async def _read(self, request: Request, read: Callable[[bytes], R]) -> R:
         """What a function makes of a request's body, in a thread, while others are served. Raises `Refusal` where there
@@ -183,9 +184,12 @@ def create_app(service: Service) -> Starlette:
         Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None, refuse=refusal_response),
     ]
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
-        origins = list(options.cors_origins)
         cors = Middleware(
-            CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"], max_age=600
+            CORSMiddleware,
+            allow_origins=list(options.cors_origins),
+            allow_methods=["GET", "POST", "DELETE"],
+            allow_headers=["*"],
+            max_age=600,
         )
         middleware.insert(0, cors)
     return Starlette(

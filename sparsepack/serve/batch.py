@@ -254,6 +254,10 @@ class ContinuousBatch:
             if not self._running:
                 self._count_bits()
             ended = Finish(
-                _REASONS[continuation.reason], len(continuation.tokens), sequence.cached, continuation.taken_logprobs()
+                _REASONS[continuation.reason],
+                len(continuation.tokens),
+                sequence.cached,
+                continuation.taken_logprobs(),
+                continuation.stop,
             )
             sequence.ticket.tell(ended)

@@ -40,12 +40,14 @@ class Finish:
     tokens -- that the model made, those of a stop string included, its end of text not
     cached -- of the prompt's tokens, those that the engine still had from the text before
     logprobs -- of the last tokens, which gave no piece of their own
+    stop   -- the stop string that ended the text; None: another reason did
     """
 
     reason: str
     tokens: int
     cached: int
     logprobs: tuple[TokenLogprob, ...] = ()
+    stop: str | None = None
 
 
 @dataclass(frozen=True)

@@ -8,9 +8,9 @@ from sparsepack.serve.refusals import Refusal
 
 PROTOCOLS: tuple[ClientProtocol, ...] = (OPENAI,)
 
-_BY_PATH = {path: protocol for protocol in PROTOCOLS for path in protocol.paths}
-
 
 def refusal_response(path: str, refusal: Refusal) -> JSONResponse:
-    """Return the answer that refuses a request, in the form of the protocol of its path, else of OpenAI's."""
-    return JSONResponse(_BY_PATH.get(path, OPENAI).error(refusal), refusal.status, refusal.headers())
+    """Return the answer that refuses a request, in the form of the protocol of its path or of one above it, else of
+    OpenAI's."""
+    protocol = next((one for one in PROTOCOLS if any(f"{path}/".startswith(f"{own}/") for own in one.paths)), OPENAI)
+    return JSONResponse(protocol.error(refusal), refusal.status, refusal.headers())

@@ -31,14 +31,15 @@ class Endpoint:
 
 @dataclass(frozen=True)
 class Query:
-    """A route whose answer is known without generating: GET, or POST with a JSON body.
+    """A route whose answer is known without generating: POST with a JSON body, or another method without one.
 
-    answer -- makes the answer of a body, which is empty for GET, in a thread; raises `Refusal`
+    answer -- makes the answer of a body, empty where there is none, and of the path's parameters by their names, in a
+              thread; raises `Refusal`
     """
 
     method: str
     path: str
-    answer: "Callable[[bytes, Service], Any]"
+    answer: Callable[..., Any]
 
 
 @dataclass(frozen=True)
