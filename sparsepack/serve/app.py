@@ -103,7 +103,8 @@ class Service:
         async with self._beginning:  # of many that come together one after the other, and others between them
             await asyncio.sleep(0)
         prepared = await self._read(request, partial(self._prepare, endpoint))
-        client = request.client.host if request.client else ""
+        key = str(getattr(request.state, "key", ""))
+        client = f"{key} {request.client.host if request.client else ''}"
         answer = Answer(
             prepared.request,
             self.name,
@@ -114,7 +115,9 @@ class Service:
             parser=prepared.parser,
         )
         writer, stream = endpoint.writer(answer), bool(prepared.request.stream)
-        tickets = self._submit(prepared.sequences, client)
+        domains = {"shared": key, "address": client, "off": answer.id}
+        domain = f"{domains[self.options.prefix_cache]} {prepared.request.cache_salt or ''}"
+        tickets = self._submit(prepared.sequences, client, domain)
         return Delivery(tickets, writer, stream, self.options.send_timeout, self.metrics, received_at)
 
     def _prepare(self, endpoint: Endpoint, body: bytes) -> PreparedRequest:
@@ -151,12 +154,12 @@ class Service:
         finally:
             self._reading -= 1
 
-    def _submit(self, requests: Sequence[GenerationRequest], client: str) -> list[Ticket]:
+    def _submit(self, requests: Sequence[GenerationRequest], client: str, domain: str) -> list[Ticket]:
         """Put all of the texts of a request into the queue, or none."""
         tickets: list[Ticket] = []
         try:
             for request in requests:
-                tickets.append(self.scheduler.submit(request, client))
+                tickets.append(self.scheduler.submit(request, client, domain))
         except (QueueFull, Closing) as error:
             for ticket in tickets:
                 ticket.cancel()
@@ -178,10 +181,10 @@ class Service:
 def create_app(service: Service) -> Starlette:
     """The application, for an ASGI server."""
     options = service.options
-    local = options.api_key is None and options.host in LOOPBACK
+    local = not options.api_keys and options.host in LOOPBACK
     middleware = [
         Middleware(Counting, metrics=service.metrics, paths=PATHS),
-        Middleware(Guard, key=options.api_key, hosts=LOOPBACK if local else None, refuse=refusal_response),
+        Middleware(Guard, keys=options.api_keys, hosts=LOOPBACK if local else None, refuse=refusal_response),
     ]
     if options.cors_origins:  # outermost: a browser asks without the key whether it may ask
         cors = Middleware(

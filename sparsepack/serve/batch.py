@@ -62,6 +62,7 @@ class ContinuousBatch:
 
     def __init__(self, model: Model) -> None:
         self._engine, self._tokenizer = model.engine, model.tokenizer
+        self._domains = [""] * len(model.engine.positions)  # of what each slot has read
         self._free: list[int] = [*range(len(model.engine.positions))]  # the one that was used last is the last
         self._running: list[_Sequence] = []
         self._bits_read = math.nan
@@ -94,17 +95,20 @@ class ContinuousBatch:
         if not request.options.tokens:
             ticket.tell(Finish("length", 0, 0))
             return
-        leader = next((sequence for sequence in self._reading if sequence.continuation.ids == ids), None)
-        source = self._nearest(ids) if leader is None else leader.slot
+        domain = ticket.domain
+        same = (one for one in self._reading if one.ticket.domain == domain and one.continuation.ids == ids)
+        leader = next(same, None)
+        source = self._nearest(ids, domain) if leader is None else leader.slot
         slot = source if source in self._free else self._free[0]
         self._free.remove(slot)
         try:
-            cached = self._reuse_prefix(ids, slot, source) if leader is None else len(ids)
+            cached = self._reuse_prefix(ids, slot, source, domain) if leader is None else len(ids)
             continuation = Continuation(self._engine, self._tokenizer, ids, request.options)
         except Exception as error:
             self._free.append(slot)
             ticket.tell(Failure(error))
             return
+        self._domains[slot] = domain
         sequence = _Sequence(ticket, slot, continuation, cached)
         self._running.append(sequence)
         (self._reading if leader is None else leader.followers).append(sequence)
@@ -125,21 +129,23 @@ class ContinuousBatch:
         for sequence in [sequence for sequence in self._running if sequence.ticket.cancelled]:
             self._leave(sequence)
 
-    def _nearest(self, ids: list[int]) -> int:
+    def _nearest(self, ids: list[int], domain: str) -> int:
         """The slot from which most of a prompt can be taken; of equal ones, the free one that was left longest
         ago."""
         slots = [*self._free, *(sequence.slot for sequence in self._running)]
-        return max(slots, key=lambda n: self._common(ids, n))
+        return max(slots, key=lambda n: self._common(ids, n, domain))
 
-    def _common(self, ids: list[int], slot: int) -> int:
-        """How many positions of a prompt can be taken from a slot: none that were decoded."""
+    def _common(self, ids: list[int], slot: int, domain: str) -> int:
+        """How many positions of a prompt can be taken from a slot: none that were decoded, none of another domain."""
+        if self._domains[slot] != domain:
+            return 0
         read = next((len(sequence.continuation.ids) for sequence in self._running if sequence.slot == slot), len(ids))
         common: int = min(self._engine.common(ids, slot), read)
         return self._engine.reusable(common // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF, slot)
 
-    def _reuse_prefix(self, ids: list[int], slot: int, source: int) -> int:
+    def _reuse_prefix(self, ids: list[int], slot: int, source: int, domain: str) -> int:
         """Let a slot have what a prompt can take from another, or from itself; how many positions those are."""
-        common = self._common(ids, source)
+        common = self._common(ids, source, domain)
         if source == slot:
             self._engine.truncate(common, slot)
         else:
@@ -173,7 +179,8 @@ class ContinuousBatch:
         ids = leader.continuation.ids
         self._reading.appendleft(leader)
         try:
-            leader.cached = self._reuse_prefix(ids, leader.slot, self._nearest(ids))
+            domain = leader.ticket.domain
+            leader.cached = self._reuse_prefix(ids, leader.slot, self._nearest(ids, domain), domain)
         except Exception as error:
             self._fail(leader, error)
 

@@ -3,7 +3,7 @@
 import asyncio
 import hmac
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 from starlette.datastructures import Headers
@@ -38,7 +38,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Guard:
     """Middleware that lets nobody pass without the key, or by a name that is not the server's.
 
-    key   -- that requests must carry; None: none
+    keys  -- of which requests must carry one; none: they need no key. `scope["state"]["key"]` has its number
     hosts -- names that the Host header may have; None: any. A web page can have its own name lead to 127.0.0.1; its
              requests then carry that name.
     refuse -- the answer to a path that refuses
@@ -47,31 +47,34 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        key: str | None,
+        keys: Sequence[str],
         hosts: Collection[str] | None,
         refuse: Callable[[str, Refusal], Response],
     ) -> None:
         self._app, self._refuse = app, refuse
-        self._key = None if key is None else key.encode()
+        self._keys = [key.encode() for key in keys]
         self._hosts = hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (refusal := self._refusal(scope["path"], Headers(scope=scope))):
+        if scope["type"] == "http" and (refusal := self._refusal(scope)):
             await self._refuse(scope["path"], refusal)(scope, receive, send)
         else:
             await self._app(scope, receive, send)
 
-    def _refusal(self, path: str, headers: Headers) -> Refusal | None:
+    def _refusal(self, scope: Scope) -> Refusal | None:
+        headers = Headers(scope=scope)
         if self._hosts is not None and (host := host_name(headers.get("host", ""))) not in self._hosts:
             return Refusal(403, f"host {host!r}: this server answers to {', '.join(self._hosts)}; give it a key")
-        if self._key is None or path in OPEN_PATHS:
+        if not self._keys or scope["path"] in OPEN_PATHS:
             return None
         given = headers.get("authorization", "")
         scheme, _, key = given.partition(" ")
-        keys = (key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))  # Anthropic's clients
-        if any(hmac.compare_digest(key.encode(), self._key) for key in keys):
+        sent = (key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))  # Anthropic's clients
+        found = [n for n, key in enumerate(self._keys) if any(hmac.compare_digest(one.encode(), key) for one in sent)]
+        if found:
+            scope.setdefault("state", {})["key"] = found[0]
             return None
-        wrong = "the key in it is not this server's" if given else "there is none"
+        wrong = "the key in it is none of this server's" if given else "there is none"
         return Refusal(401, f"expected the header Authorization: Bearer KEY; {wrong}", code="invalid_api_key")
 
 

@@ -15,7 +15,7 @@ class ServeOptions:
     model_name: str | None = option(
         "Name that clients ask for (default: that of the file, without its ending).", default=None
     )
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     sequences: int | None = option(
         "Texts that are made together; others wait (default: as many as the backend decodes together, where memory has "
         "room for them).",
@@ -24,6 +24,13 @@ class ServeOptions:
         most=most_sequences(),
     )
     queue: int = option("Texts that may wait while others are made; more are refused.", default=128, least=0)
+    prefix_cache: str = option(
+        "Who shares the computed prefix of a prompt: all clients with the same key, or all where there are no keys "
+        "(shared); requests from one address with one key (address); nobody (off). Who shares it can find out, by "
+        "`cached_tokens` and by time, whether another sent a prompt that begins like theirs.",
+        default="shared",
+        choices=("shared", "address", "off"),
+    )
     connections: int | None = option(
         "Connections at a time; one that waits for a request gives way to a new one (default: 1024, or as many as "
         "`ulimit -n` leaves).",

@@ -138,12 +138,13 @@ class Scheduler:
         """Whether it takes texts and its thread lives."""
         return not self._closing and self._thread.is_alive()
 
-    def submit(self, request: GenerationRequest, client: str = "") -> Ticket:
-        """Put a text of a client into the queue, from an event loop. Raises `QueueFull`, or `Closing`.
+    def submit(self, request: GenerationRequest, client: str = "", domain: str = "") -> Ticket:
+        """Put a text of a client into the queue, from an event loop; computed prefixes are shared within `domain`.
+        Raises `QueueFull`, or `Closing`.
 
         Where the queue is full of one client's texts, the last of them makes room for another client, and is told so.
         """
-        ticket = Ticket(request, client, self.discard)
+        ticket = Ticket(request, client, domain, self.discard)
         with self._change:
             if not self.usable:
                 raise Closing(ENDING)

@@ -253,6 +253,7 @@ class TextParameters(BaseModel, ABC):
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
     grammar: Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)] | None = None
+    cache_salt: Annotated[str, Field(max_length=1000)] | None = None  # vLLM's: no prefix is shared beyond it
 
     @model_validator(mode="before")
     @classmethod

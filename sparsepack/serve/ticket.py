@@ -64,11 +64,14 @@ class Ticket:
     """A text on its way; made by `Scheduler.submit` for the event loop that runs then.
 
     client  -- who asks
+    domain  -- computed prefixes are shared within it alone
     discard -- called when it is cancelled
     """
 
-    def __init__(self, request: GenerationRequest, client: str, discard: "Callable[[Ticket], None]") -> None:
-        self.request, self.client = request, client
+    def __init__(
+        self, request: GenerationRequest, client: str, domain: str, discard: "Callable[[Ticket], None]"
+    ) -> None:
+        self.request, self.client, self.domain = request, client, domain
         self._discard = discard
         self._loop = asyncio.get_running_loop()
         self._events: asyncio.Queue[Event] = asyncio.Queue()

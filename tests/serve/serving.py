@@ -88,7 +88,7 @@ class Served:
 
     def client(self, **settings: object) -> openai.OpenAI:
         """The official client, which does not try again."""
-        settings = {"api_key": self.options.api_key or "none", "max_retries": 0, "timeout": 120, **settings}
+        settings = {"api_key": next(iter(self.options.api_keys), "none"), "max_retries": 0, "timeout": 120, **settings}
         made = openai.OpenAI(base_url=f"{self.url}/v1", **settings)  # type: ignore[arg-type]
         self._clients.append(made)
         return made

@@ -18,7 +18,9 @@ NO_NAMES = ["localhost:80@evil.com", "localhost:80:80", "[::1]evil.com", "[::1",
 
 @pytest.fixture(scope="module")
 def locked(model: Model) -> Iterator[Served]:
-    with Served(model, ServeOptions(api_key="secret", cors_origins=("https://example.org",))) as running:
+    with Served(
+        model, ServeOptions(api_keys=("secret", "other secret"), cors_origins=("https://example.org",))
+    ) as running:
         yield running
 
 
@@ -46,12 +48,40 @@ def test_the_key_is_asked_for_everywhere_but_for_health(locked: Served) -> None:
             answer = http.post("/v1/completions", json=BODY, headers={"Authorization": key.encode()})
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"] == "Bearer"
-            assert "the key in it is not this server's" in error(answer)
+            assert "the key in it is none of this server's" in error(answer)
             assert "secret" not in error(answer)
         assert http.post("/v1/completions", json=BODY, headers={"Authorization": "bearer secret"}).status_code == 200
     assert locked.client().models.list().data
     with pytest.raises(openai.AuthenticationError):
         locked.client(api_key="other").models.list()
+
+
+def test_the_key_may_come_as_anthropics_clients_send_it(locked: Served) -> None:
+    with locked.http() as http:
+        assert http.get("/v1/models", headers={"x-api-key": "other secret"}).status_code == 200
+        assert http.get("/v1/models", headers={"x-api-key": "other"}).status_code == 401
+
+
+def cached(served: Served, key: str, **parameters: object) -> int:
+    """How many tokens of a prompt were computed before."""
+    body = {"model": "tiny", "prompt": [7] * 96, "max_tokens": 1, **parameters}
+    with served.http() as http:
+        answer = http.post("/v1/completions", json=body, headers={"Authorization": f"Bearer {key}"})
+    return int(answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+def test_a_prefix_is_shared_by_requests_with_the_same_key_and_salt_alone(locked: Served) -> None:
+    assert cached(locked, "secret") == 0
+    assert cached(locked, "other secret") == 0
+    assert cached(locked, "secret", cache_salt="mine") == 0
+    assert cached(locked, "secret", cache_salt="mine") == 64
+    assert cached(locked, "secret") == 64
+    assert cached(locked, "other secret") == 64
+
+
+def test_without_a_prefix_cache_nothing_is_shared_but_within_a_request(model: Model) -> None:
+    with Served(model, ServeOptions(prefix_cache="off")) as running:
+        assert [cached(running, "none"), cached(running, "none")] == [0, 0]
 
 
 def test_web_pages_of_other_origins_may_not_ask(served: Served, locked: Served) -> None:

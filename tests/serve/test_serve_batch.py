@@ -21,6 +21,8 @@ class Reader:
     turns: int = 10**9
     events: list[Event] = field(default_factory=list)
 
+    domain: str = ""
+
     @property
     def cancelled(self) -> bool:
         return self.turns <= 0

@@ -24,11 +24,12 @@ from sparsepack.serve.options import ServeOptions
 KEY = "SPARSEPACK_API_KEY"
 
 
-def _key(context: click.Context, parameter: click.Parameter, key: str | None) -> str | None:
+def _keys(context: click.Context, parameter: click.Parameter, keys: tuple[str, ...]) -> tuple[str, ...]:
     """Refuse a key that no client could send."""
-    if key is not None and not (key and key.isascii() and key.isprintable() and not any(map(str.isspace, key))):
-        raise UserError(f"--api-key, {KEY}: expected at least one character, ASCII without spaces")
-    return key
+    for key in keys:
+        if not (key and key.isascii() and key.isprintable() and not any(map(str.isspace, key))):
+            raise UserError(f"--api-key, {KEY}: expected at least one character, ASCII without spaces")
+    return keys
 
 
 def _template(context: click.Context, parameter: click.Parameter, path: Path | None) -> str | None:
@@ -44,9 +45,12 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 @options_from(ServeOptions, "--host", "--port")
 @click.option(
     "--api-key",
+    "api_keys",
     envvar=KEY,
-    callback=_key,
-    help=f"Key that clients must send. Safer in the environment, as {KEY}: others can see a command line.",
+    multiple=True,
+    callback=_keys,
+    help=f"Key that clients must send; each key has a prefix cache of its own. Repeats. Safer in the environment, as "
+    f"{KEY}, with spaces between keys: others can see a command line.",
 )
 @from_options(ServeOptions, "--model-name")
 @click.option(
@@ -55,7 +59,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     callback=_template,
     help="A file with the template of chats, in place of the model's own.",
 )
-@options_from(ServeOptions, "--sequences", "--queue", "--connections")
+@options_from(ServeOptions, "--sequences", "--queue", "--prefix-cache", "--connections")
 @click.option(
     "--cors-origin",
     "cors_origins",
