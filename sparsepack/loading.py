@@ -80,13 +80,22 @@ class Model:
         prompt = self._tokens(self.chat_prompt(messages), from_template=True)
         return generate(self.engine, self.tokenizer, prompt, options, keep=True)
 
-    def chat_prompt(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    def chat_prompt(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] = (),
+        variables: Mapping[str, Any] | None = None,
+        **how: Any,
+    ) -> str:
         """The text that the chat template makes of a conversation, up to where the answer begins. Raises as `chat`.
 
-        tools -- that the model may call, as OpenAI's protocol has them; the template tells the model of them
+        tools     -- that the model may call, as OpenAI's protocol has them; the template tells the model of them
+        variables -- further ones of the template, such as `enable_thinking`
+        how       -- add_generation_prompt, continue_final_message of `render_chat`
         """
         special_tokens = self.packed.named_tokens(self.tokenizer)
-        return render_chat(self.template(bool(tools)), messages, tools=tools, **special_tokens)
+        template = self.template(bool(tools))
+        return render_chat(template, messages, tools=tools, variables=variables, **how, **special_tokens)
 
     def template(self, with_tools: bool) -> str | None:
         """The chat template of a conversation with or without tools: as in transformers, some models bring another one

@@ -42,6 +42,7 @@ def render_chat(
     tools: Sequence[Mapping[str, Any]] = (),
     add_generation_prompt: bool = True,
     continue_final_message: bool = False,
+    variables: Mapping[str, Any] | None = None,
     **special_tokens: str | None,
 ) -> str:
     """The text of a conversation, special tokens spelled out, up to where the model's answer begins.
@@ -50,6 +51,7 @@ def render_chat(
     tools                 -- that the model may call, as OpenAI's protocol has them
     add_generation_prompt -- end with what stands before an answer
     continue_final_message -- end within the last message, which the model goes on with; not with the one before
+    variables             -- further ones of the template, such as `enable_thinking`; those above have precedence
     special_tokens        -- the texts of the tokenizer's, which templates name: bos_token, eos_token, pad_token, ...
 
     A message's content is given to the template in the form that it takes, as text or as a list of parts. Raises
@@ -69,14 +71,17 @@ def render_chat(
     return _rendered(
         template,
         [_in_form(message, template, tuple(sorted(named.items()))) for message in plain],
-        tools=[dict(tool) for tool in tools] or None,
-        add_generation_prompt=add_generation_prompt,
-        continue_final_message=continue_final_message,
-        **named,
+        **{
+            **(variables or {}),
+            "tools": [dict(tool) for tool in tools] or None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            **named,
+        },
     )
 
 
-def _rendered(template: str, conversation: list[dict[str, Any]], **variables: Any) -> str:
+def _rendered(template: str, conversation: list[dict[str, Any]], /, **variables: Any) -> str:
     try:
         text, _ = SANDBOX.call(
             "render_chat_template", template, conversation, variables, after=("chat", "load_chat_templates", ())

@@ -156,3 +156,10 @@ def test_the_template_for_tools_is_carried_and_taken_where_there_are_tools(tmp_p
     tools = [{"type": "function", "function": {"name": "f", "description": "", "parameters": {}}}]
     assert model.chat_prompt(hello, tools) == "tools f"
     assert model.chat_prompt(hello).startswith("<|im_start|>user")
+
+
+def test_further_variables_reach_the_template_but_not_in_place_of_its_own() -> None:
+    variables = {"enable_thinking": False, "tools": "x", "bos_token": "y"}
+    hello = [{"role": "user", "content": "Hello"}]
+    template = "{{ enable_thinking }} {{ tools }} {{ bos_token }}"
+    assert render_chat(template, hello, variables=variables, bos_token="<s>") == "False None <s>"
