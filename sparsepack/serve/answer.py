@@ -136,7 +136,7 @@ class AnswerWriter(ABC):
         """Return what a stream has in place of the rest, where the answer failed."""
 
 
-def json_bytes(body: Json) -> bytes:
+def json_bytes(body: Json | list[Json]) -> bytes:
     """Return a body in UTF-8, without spaces."""
     return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
 

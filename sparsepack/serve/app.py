@@ -33,6 +33,7 @@ from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.prepare import PreparedRequest, Prompts, RequestPreparer
 from sparsepack.serve.protocols import PROTOCOLS, refusal_response
 from sparsepack.serve.protocols.protocol import Endpoint, Query
+from sparsepack.serve.protocols.stored_responses import StoredResponses
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.scheduler import ENDING, Closing, QueueFull, Scheduler
 from sparsepack.serve.ticket import GenerationRequest, Ticket
@@ -63,6 +64,7 @@ class Service:
             bits_read=None if prompts.model.packed.plane_bits is None else lambda: scheduler.bits_read,
         )
         self.preparer = RequestPreparer(prompts.model, prompts, name, scheduler.capacity + options.queue)
+        self.stored_responses = StoredResponses()
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
         self._one_large_body, self._beginning = asyncio.Lock(), asyncio.Lock()

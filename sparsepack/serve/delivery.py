@@ -108,9 +108,10 @@ class Delivery:
                     await _send_more(send, self.writer.keep_alive)
                 case TextDelta() | Finish():
                     self._add(choices[n], event)
-                    ended = all(choice.end for choice in choices)
-                    rest = self.writer.end(choices) if ended else b""
-                    await _send_more(send, self.writer.delta(choices[n]) + rest)
+                    events = self.writer.delta(choices[n])
+                    if all(choice.end for choice in choices):
+                        events += self.writer.end(choices)
+                    await _send_more(send, events)
                 case Failure():
                     choices[n].error = event.error
                     if not isinstance(event.error, _ClientGone):

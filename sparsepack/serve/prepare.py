@@ -158,7 +158,10 @@ class RequestPreparer:
     def _sequences(
         self, request: TextParameters, ids: list[int], constraint: Constraint | None
     ) -> tuple[GenerationRequest, ...]:
-        tokens = self._prompts.checked_tokens(len(ids), request.max_new_tokens)
+        limit = request.max_new_tokens
+        if request.clips_max_tokens and limit is not None:
+            limit = min(limit, max(self._prompts.context - len(ids), 1))
+        tokens = self._prompts.checked_tokens(len(ids), limit)
         options = replace(generate_options(request, tokens, self._suggested), constraint=constraint)
         if outside := [id for id, _ in options.logit_bias if id >= self._vocabulary]:
             message = f"logit_bias: token {outside[0]}; the model has 0 to {self._vocabulary - 1}"

@@ -9,7 +9,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
@@ -185,7 +185,7 @@ MAX_STOPS = 4
 MAX_STOP_LENGTH = 1000
 """A stop string has at most this many characters: as much text is held back from a stream."""
 
-R = TypeVar("R", bound="TextParameters")
+R = TypeVar("R", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
@@ -235,6 +235,8 @@ class TextParameters(BaseModel, ABC):
     protocol, but in most servers of it."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+    clips_max_tokens: ClassVar[bool] = False
+    """Whether tokens that the context has no room for are left out, or refused."""
 
     model: str
     stream: bool | None = None

@@ -1,6 +1,7 @@
 """A served model within the test's process, so that a test sees its threads, its tasks and its engine."""
 
 import asyncio
+import json
 import socket
 import threading
 import time
@@ -153,3 +154,9 @@ def chat(served: Served, **asked: Any) -> Any:
     """What a server answers to a short chat."""
     messages = {"model": "tiny", "messages": MESSAGES, "max_tokens": 16}
     return served.client().chat.completions.create(**{**messages, **asked})
+
+
+def server_sent_events(stream: str) -> list[tuple[str, Any]]:
+    """The events of a stream: their names and their data."""
+    blocks = [block.split("\n") for block in stream.split("\n\n") if block and not block.startswith(":")]
+    return [(name.removeprefix("event: "), json.loads(data.removeprefix("data: "))) for name, data in blocks]

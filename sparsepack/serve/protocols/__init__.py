@@ -2,11 +2,13 @@
 
 from starlette.responses import JSONResponse
 
+from sparsepack.serve.protocols.anthropic import ANTHROPIC
 from sparsepack.serve.protocols.openai import OPENAI
 from sparsepack.serve.protocols.protocol import ClientProtocol
+from sparsepack.serve.protocols.responses import RESPONSES
 from sparsepack.serve.refusals import Refusal
 
-PROTOCOLS: tuple[ClientProtocol, ...] = (OPENAI,)
+PROTOCOLS: tuple[ClientProtocol, ...] = (OPENAI, RESPONSES, ANTHROPIC)
 
 
 def refusal_response(path: str, refusal: Refusal) -> JSONResponse:
