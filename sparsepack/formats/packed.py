@@ -472,10 +472,14 @@ class PackedModel:
         return next(iter(of.matrix.format.block for layer in self.layers for of in layer.attention.values()))
 
     @property
+    def block_bits(self) -> float:
+        """Bits that a weight of the blocks is stored in, scales included."""
+        return BLOCKS[self.block].bits
+
+    @property
     def plane_bits(self) -> float | None:
         """Bits that a weight has in all of its planes, scales included; None: its matrices have no planes."""
-        block = BLOCKS[self.block]
-        return block.bits if block.levels else None
+        return self.block_bits if BLOCKS[self.block].levels else None
 
     @property
     def target(self) -> float:

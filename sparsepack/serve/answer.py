@@ -11,7 +11,7 @@ from typing import Any
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import TextParameters
-from sparsepack.serve.ticket import Finish, TextDelta
+from sparsepack.serve.ticket import Finish, TextDelta, Timings
 from sparsepack.serve.tools import AnswerParser, ParsedText, PlainTextParser
 
 Json = dict[str, Any]
@@ -52,6 +52,7 @@ class Choice:
     calls  -- how many calls there are, those taken included
     begun  -- whether anything has come
     end    -- how it ended; None until then
+    timings -- as of what came last; None: not known
     error  -- why it could not be generated; None where nothing failed
     """
 
@@ -61,11 +62,12 @@ class Choice:
         self.calls = 0
         self.begun = False
         self.end: Finish | None = None
+        self.timings: Timings | None = None
         self.error: Exception | None = None
 
     def add(self, event: TextDelta | Finish) -> None:
         """Add a piece of the sequence, or its end."""
-        self.begun = True
+        self.begun, self.timings = True, event.timings
         self.tokens += event.logprobs
         if isinstance(event, TextDelta):
             parsed = self._parser.push(event.text)

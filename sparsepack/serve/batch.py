@@ -9,15 +9,17 @@ A turn is a piece of the prompts that have joined, and then a token of each text
 """
 
 import math
+import time
 from collections import deque
 from dataclasses import dataclass, field
 
 from torch import Tensor
 
 from sparsepack.loading import Model
+from sparsepack.runtime.engine import Counts
 from sparsepack.runtime.generation.continuation import Continuation
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.serve.ticket import Failure, Finish, TextDelta, Ticket
+from sparsepack.serve.ticket import Failure, Finish, TextDelta, Ticket, Timings
 
 PREFILLED_AT_ONCE = 512
 """So many positions of prompts a turn reads at most while no text is in the making; decoders take so many together."""
@@ -30,6 +32,10 @@ KEPT_IN_STEPS_OF = 32
 """A prefill goes on from a multiple of this many positions. The CPU's kernels then add in the same order as if the
 prefill had begun at the beginning, so that the bits are the same: with the AVX2 kernels, where that was tried."""
 
+COUNT_EVERY = 1.0
+"""Seconds after which the engine is asked again what the steps of a text skipped. A GPU is waited for then, which takes
+it microseconds."""
+
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}
 
 
@@ -40,6 +46,10 @@ class _Sequence:
     cached    -- positions of the prompt that are not read for this text
     chosen    -- the token to append next; None: the prompt is not read to its end
     followers -- texts after the same prompt, which is read once for all of them
+    joined    -- when it began; first: when its first token came (monotonic seconds)
+    steps     -- after the first token
+    before    -- what the engine had counted at the first token
+    skipped   -- as in `Timings`, as of `counted` (monotonic seconds)
     """
 
     ticket: Ticket
@@ -48,6 +58,12 @@ class _Sequence:
     cached: int
     chosen: int | None = None
     followers: "list[_Sequence]" = field(default_factory=list)
+    joined: float = field(default_factory=time.monotonic)
+    first: float = 0.0
+    steps: int = -1
+    before: Counts | None = None
+    skipped: float | None = None
+    counted: float = 0.0
 
 
 class ContinuousBatch:
@@ -171,6 +187,27 @@ class ContinuousBatch:
         if (bits := self._engine.packed.plane_bits) and (skipped := self._engine.skipped()):
             self._bits_read = bits * (1 - skipped.overall)
 
+    def _timings(self, sequence: _Sequence) -> Timings:
+        """Return the timings of a text at each new token."""
+        now, continuation = time.monotonic(), sequence.continuation
+        sequence.steps += 1
+        if sequence.before is None:
+            sequence.first = sequence.counted = now
+            sequence.before = self._engine.counts()
+        elif continuation.reason or now - sequence.counted >= COUNT_EVERY:
+            skipped = self._engine.skipped(sequence.before)
+            sequence.skipped, sequence.counted = None if skipped is None else skipped.overall, now
+        seconds = now - sequence.first
+        return Timings(
+            prompt_tokens=len(continuation.ids) - sequence.cached,
+            prompt_seconds=sequence.first - sequence.joined,
+            tokens=len(continuation.tokens),
+            decode_seconds=seconds,
+            tokens_per_second=sequence.steps / seconds if seconds else None,
+            skipped=sequence.skipped,
+            bits_read=None if sequence.skipped is None else self._engine.packed.block_bits * (1 - sequence.skipped),
+        )
+
     def _promote_follower(self, followers: list[_Sequence]) -> None:
         """Let the first of some texts, whose prompt nobody reads any more, read it for all of them."""
         if not followers:
@@ -250,12 +287,13 @@ class ContinuousBatch:
         continuation = sequence.continuation
         try:
             piece = continuation.take(id)
+            timings = self._timings(sequence)
         except Exception as error:
             self._fail(sequence, error)
             return
         sequence.chosen = id
         if piece:
-            sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs()))
+            sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs(), timings))
         if continuation.reason:
             self._leave(sequence)
             if not self._running:
@@ -266,5 +304,6 @@ class ContinuousBatch:
                 sequence.cached,
                 continuation.taken_logprobs(),
                 continuation.stop,
+                timings,
             )
             sequence.ticket.tell(ended)

@@ -241,6 +241,7 @@ class TextParameters(BaseModel, ABC):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    timings_per_token: bool | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.runtime.options import GenerateOptions
@@ -22,14 +22,40 @@ class GenerationRequest:
 
 
 @dataclass(frozen=True)
+class Timings:
+    """How fast a text is made, up to some token of it.
+
+    prompt_tokens     -- that were computed; those that the engine still had are not among them
+    prompt_seconds    -- from when the prompt began to be read to the first token, which comes of it
+    tokens            -- that the model made, as in `Finish`
+    decode_seconds    -- from the first token to this one
+    tokens_per_second -- of the steps after the first token; None without one
+    skipped           -- share of the blocks' weights, or of their bits, that these steps did not read, in the mean;
+                         None without one. A step reads for all texts that are made together what any of them needs. It
+                         is as of at most `batch.COUNT_EVERY` seconds before.
+    bits_read         -- bits of a weight that they did read, in the mean
+    """
+
+    prompt_tokens: int
+    prompt_seconds: float
+    tokens: int
+    decode_seconds: float
+    tokens_per_second: float | None
+    skipped: float | None
+    bits_read: float | None
+
+
+@dataclass(frozen=True)
 class TextDelta:
     """A piece of text, of whole characters.
 
     logprobs -- of the tokens that were made since the piece before, where the request asks for them
+    timings  -- up to its last token
     """
 
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
+    timings: Timings | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -41,6 +67,7 @@ class Finish:
     cached -- of the prompt's tokens, those that the engine still had from the text before
     logprobs -- of the last tokens, which gave no piece of their own
     stop   -- the stop string that ended the text; None: another reason did
+    timings -- of the whole text; None: no token was made
     """
 
     reason: str
@@ -48,6 +75,7 @@ class Finish:
     cached: int
     logprobs: tuple[TokenLogprob, ...] = ()
     stop: str | None = None
+    timings: Timings | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

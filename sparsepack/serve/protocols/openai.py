@@ -11,6 +11,7 @@ from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, s
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, read_request
+from sparsepack.serve.ticket import Timings
 from sparsepack.serve.tools import ToolCall
 
 Bytes = Callable[[int], bytes]
@@ -101,7 +102,7 @@ class OpenAIWriter(AnswerWriter):
         # value, so that other threads run meanwhile and little is there.
         writer = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
         each = ["".join(writer.iterencode(self._whole(choice))) for choice in choices]
-        around = writer.encode(self._body(self.object, [], usage=self._usage(choices)))
+        around = writer.encode(self._body(self.object, [], **self._usage(choices)))
         return around.replace('"choices":[]', f'"choices":[{",".join(each)}]', 1).encode()
 
     def begin(self, choices: Sequence[Choice]) -> bytes:
@@ -112,13 +113,17 @@ class OpenAIWriter(AnswerWriter):
         new = choice.take()
         calls = [{"index": n, **_call(call)} for n, call in enumerate(new.calls, first)]
         contents = self.pieces(new.text, new.reasoning, calls)
-        chunks = [self._choice(choice, content, with_tokens=not n) for n, content in enumerate(contents)]
+        timings = choice.timings if self.answer.request.timings_per_token else None
+        chunks = [
+            self._chunk(self._choice(choice, content, with_tokens=not n), timings) for n, content in enumerate(contents)
+        ]
         if choice.end is not None:
-            chunks.append(self._choice(choice, self.closing, finish_reason(choice), with_tokens=True))
-        return b"".join(map(self._chunk, chunks))
+            closing = self._choice(choice, self.closing, finish_reason(choice), with_tokens=True)
+            chunks.append(self._chunk(closing, choice.timings))
+        return b"".join(chunks)
 
     def end(self, choices: Sequence[Choice]) -> bytes:
-        usage = self._body(self.chunk, [], usage=self._usage(choices))
+        usage = self._body(self.chunk, [], **self._usage(choices))
         return (server_sent(usage) if self.answer.request.includes_usage else b"") + END_OF_STREAM
 
     def failure(self, refusal: Refusal) -> bytes:
@@ -129,9 +134,9 @@ class OpenAIWriter(AnswerWriter):
         content = self.message(new.text, new.reasoning, [_call(call) for call in new.calls])
         return self._choice(choice, content, finish_reason(choice), with_tokens=True)
 
-    def _chunk(self, choice: Json) -> bytes:
+    def _chunk(self, choice: Json, timings: Timings | None = None) -> bytes:
         usage = {"usage": None} if self.answer.request.includes_usage else {}
-        return server_sent(self._body(self.chunk, [choice], **usage))
+        return server_sent(self._body(self.chunk, [choice], **usage, **timings_json(timings)))
 
     def _choice(self, choice: Choice, content: Json, reason: str | None = None, with_tokens: bool = False) -> Json:
         likely = None
@@ -143,12 +148,13 @@ class OpenAIWriter(AnswerWriter):
 
     def _usage(self, choices: Sequence[Choice]) -> Json:
         usage = Usage.of(self.answer, choices)
-        return {
+        tokens = {
             "prompt_tokens": usage.prompt,
             "completion_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
             "prompt_tokens_details": {"cached_tokens": usage.cached},
         }
+        return {"usage": tokens, **timings_json(choices[0].timings)}
 
     def _body(self, object: str, choices: list[Json], **more: Any) -> Json:
         return {
@@ -205,6 +211,24 @@ def finish_reason(choice: Choice) -> str:
     """Return why a sequence ended, in OpenAI's words."""
     assert choice.end is not None
     return "tool_calls" if choice.calls and choice.end.reason == "stop" else choice.end.reason
+
+
+def timings_json(timings: Timings | None) -> Json:
+    """Return llama.cpp's `timings`, with what was skipped; nothing for None."""
+    if timings is None:
+        return {}
+    prompt = timings.prompt_seconds
+    figures = {
+        "prompt_n": timings.prompt_tokens,
+        "prompt_ms": 1e3 * prompt,
+        "prompt_per_second": timings.prompt_tokens / prompt if prompt else None,
+        "predicted_n": timings.tokens,
+        "predicted_ms": 1e3 * timings.decode_seconds,
+        "predicted_per_second": timings.tokens_per_second,
+        "skipped": timings.skipped,
+        "bits_read": timings.bits_read,
+    }
+    return {"timings": {name: value if value is None else round(value, 4) for name, value in figures.items()}}
 
 
 def _call(call: ToolCall) -> Json:
