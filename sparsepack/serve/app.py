@@ -30,6 +30,7 @@ from sparsepack.serve.guards import (
 )
 from sparsepack.serve.metrics import Counting, Metrics
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.page.routes import page_routes
 from sparsepack.serve.prepare import PreparedRequest, Prompts, RequestPreparer
 from sparsepack.serve.protocols import PROTOCOLS, refusal_response
 from sparsepack.serve.protocols.protocol import Endpoint, Query
@@ -174,9 +175,13 @@ class Service:
         common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
         packed = self.prompts.model.packed
         manifest = packed.manifest
-        about = {"format": manifest["kind"], "score": manifest.get(SCORE)}
-        if (bits := packed.plane_bits) is not None:
-            about["bits"] = {"stored": bits, "target": bits * (1 - packed.target)}
+        bits = {"stored": packed.block_bits, "target": packed.block_bits * (1 - packed.target)}
+        about = {
+            "format": manifest["kind"],
+            "bits": bits,
+            "score": manifest.get(SCORE),
+            "suggested": dict(packed.generation),
+        }
         return {**common, "max_model_len": self.prompts.context, "sparsepack": about}
 
 
@@ -199,6 +204,7 @@ def create_app(service: Service) -> Starlette:
         middleware.insert(0, cors)
     return Starlette(
         routes=[
+            *page_routes(),
             Route("/health", service.health),
             Route("/metrics", service.prometheus),
             Route("/v1/models", service.models),

@@ -11,9 +11,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from sparsepack.serve.page.routes import FILES as PAGE
 from sparsepack.serve.refusals import Refusal
 
-OPEN_PATHS = ("/health",)
+OPEN_PATHS = ("/health", *PAGE)
 """Requests for these paths need no key."""
 
 MAX_BODY_BYTES = 4 * 2**20

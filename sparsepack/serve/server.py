@@ -135,7 +135,9 @@ class _Server(uvicorn.Server):
         for listening in sockets or ():
             listening.listen(LISTEN_BACKLOG)
             host, port = listening.getsockname()[:2]
-            say(f"{self._name} at http://{f'[{host}]' if ':' in host else host}:{port}/v1; Ctrl-C ends it")
+            url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+            say(f"chat in a browser: {url}/")
+            say(f"{self._name} at {url}/v1; Ctrl-C ends it")
             if host not in LOOPBACK and not self._options.api_keys:
                 say("note: whoever reaches this machine can use the model; give --api-key to let only some")
 

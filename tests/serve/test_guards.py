@@ -164,7 +164,7 @@ def test_a_body_that_does_not_arrive_is_not_waited_for(model: Model) -> None:
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/", 404), ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
+    ("method", "path", "status"), [("GET", "/index", 404), ("GET", "/v1/nothing", 404), ("GET", "/v1/completions", 405)]
 )
 def test_other_ways_lead_to_an_error_in_the_same_form(served: Served, method: str, path: str, status: int) -> None:
     with served.http() as http:

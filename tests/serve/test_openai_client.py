@@ -144,7 +144,13 @@ def test_the_model_is_listed_with_what_packing_lost(served: Served, monkeypatch:
     monkeypatch.setitem(served.model.packed.manifest, "score", score)  # type: ignore[arg-type]
     (listed,) = served.client().models.list()
     assert listed.model_extra is not None
-    assert listed.model_extra["sparsepack"] == {"format": "zigzag-q4_k", "score": score}
+    bits = {"stored": 4.5, "target": 4.5}
+    assert listed.model_extra["sparsepack"] == {
+        "format": "zigzag-q4_k",
+        "bits": bits,
+        "score": score,
+        "suggested": {},
+    }
 
 
 @pytest.mark.parametrize(
