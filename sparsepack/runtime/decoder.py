@@ -78,8 +78,9 @@ class Decoder(Protocol):
     def copy(self, source: int, to: int, length: int) -> None:
         """Let a sequence have the first tokens of another, and nothing else; the scale of its thresholds is reset."""
 
-    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
-        """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]."""
+    def prefill(self, sequence: int, ids: Tensor, every: bool = False) -> Tensor:
+        """Append int64 [S > 0] to a sequence, dense. Returns the logits after the last: float32 [vocabulary]; or after
+        every token: float32 [S, vocabulary]."""
 
     def prepare(self, sparse: bool) -> None:
         """Make what the first of such steps would make, kernels and their order, so that it takes as long as the

@@ -268,8 +268,9 @@ class Engine:
         return skipped_weights(self.packed, activity) if activity else None
 
     @torch.no_grad()
-    def prefill(self, ids: Sequence[int], sequence: int = 0) -> Tensor:
-        """Append tokens to one sequence, every site dense. Returns the logits after the last: float32 [vocabulary].
+    def prefill(self, ids: Sequence[int], sequence: int = 0, every: bool = False) -> Tensor:
+        """Append tokens to one sequence, every site dense. Returns the logits after the last: float32 [vocabulary]; or
+        after every token: float32 [tokens, vocabulary].
 
         Raises `UserError` for no tokens, an id the model does not have, more tokens than the cache has room for, or a
         sequence that there is not.
@@ -279,7 +280,7 @@ class Engine:
             raise UserError("prefill of 0 tokens; expected at least one")
         checked = self._checked(ids, self.positions[sequence])
         self._long_text_rope.grow(sequence, self._ids[sequence], len(ids))
-        logits = self._decoder.prefill(sequence, checked)
+        logits = self._decoder.prefill(sequence, checked, every)
         self._ids[sequence] += ids
         return logits
 

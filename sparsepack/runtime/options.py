@@ -134,7 +134,9 @@ class GenerateOptions:
 
     temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.generation.generate.apply_suggestions` finds
     stop -- texts that end it; they are not part of it
-    logit_bias, logprobs, constraint -- as `Sampling` has them
+    stop_token_ids -- tokens that end it, besides the model's own; they are not part of it
+    ignore_eos -- the model's own do not end it
+    logit_bias, min_tokens, logprobs, constraint -- as `Sampling` has them
     """
 
     tokens: int = option(
@@ -190,6 +192,9 @@ class GenerateOptions:
         most=100,
     )
     stop: tuple[str, ...] = option("Text that ends what is generated, and is not part of it.", default=())
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     constraint: Callable[[], Any] | None = None

@@ -25,7 +25,7 @@ class Answer:
     model         -- the model's name
     fingerprint   -- changes with the model and what runs it
     client        -- address of the client
-    prompt_tokens -- in the prompt, BOS included
+    prompt_tokens -- in the prompts, BOS included
     bytes_of      -- the bytes of a token, by its id
     parser        -- makes the parser of each sequence
     id            -- random, hexadecimal; each protocol gives it a prefix of its own
@@ -100,8 +100,10 @@ class Usage:
     def of(cls, answer: Answer, choices: Sequence[Choice]) -> "Usage":
         """Count the sequences that have ended."""
         ends = [choice.end for choice in choices if choice.end is not None]
-        completion = sum(end.tokens for end in ends)
-        return cls(answer.prompt_tokens, completion, min((end.cached for end in ends), default=0))
+        completion, n = sum(end.tokens for end in ends), answer.request.n or 1
+        of_each_prompt = (choices[first : first + n] for first in range(0, len(choices), n))
+        cached = sum(min((one.end.cached for one in some if one.end), default=0) for some in of_each_prompt)
+        return cls(answer.prompt_tokens, completion, cached)
 
 
 class AnswerWriter(ABC):

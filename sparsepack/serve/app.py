@@ -53,6 +53,8 @@ class Service:
     fingerprint -- changes with the model and what runs it
     """
 
+    options: ServeOptions
+
     def __init__(
         self, scheduler: Scheduler, prompts: Prompts, options: ServeOptions, name: str, fingerprint: str
     ) -> None:
@@ -64,7 +66,9 @@ class Service:
             waiting=lambda: scheduler.waiting,
             bits_read=None if prompts.model.packed.plane_bits is None else lambda: scheduler.bits_read,
         )
-        self.preparer = RequestPreparer(prompts.model, prompts, name, scheduler.capacity + options.queue)
+        self.preparer = RequestPreparer(
+            prompts.model, prompts, name, scheduler.capacity + options.queue, options.strict
+        )
         self.stored_responses = StoredResponses()
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
@@ -113,7 +117,7 @@ class Service:
             self.name,
             self.fingerprint,
             client,
-            prompt_tokens=len(prepared.sequences[0].ids),
+            prompt_tokens=sum(len(each.ids) for each in prepared.sequences[:: prepared.request.n or 1]),
             bytes_of=self.prompts.bytes_of.of,
             parser=prepared.parser,
         )

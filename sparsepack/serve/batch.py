@@ -18,11 +18,14 @@ from torch import Tensor
 from sparsepack.loading import Model
 from sparsepack.runtime.engine import Counts
 from sparsepack.runtime.generation.continuation import Continuation
-from sparsepack.runtime.generation.sampling import Sampler
+from sparsepack.runtime.generation.sampling import Sampler, TokenLogprob, token_logprobs
 from sparsepack.serve.ticket import Failure, Finish, TextDelta, Ticket, Timings
 
 PREFILLED_AT_ONCE = 512
 """So many positions of prompts a turn reads at most while no text is in the making; decoders take so many together."""
+
+SCORED_AT_ONCE = 128
+"""So many it reads at most of a prompt whose likelihoods are asked for: each position then has all its logits."""
 
 PREFILLED_BETWEEN_TOKENS = 64
 """So many it reads at most where texts wait for their next token: a prompt is then read little slower than at once, and
@@ -46,6 +49,7 @@ class _Sequence:
     cached    -- positions of the prompt that are not read for this text
     chosen    -- the token to append next; None: the prompt is not read to its end
     followers -- texts after the same prompt, which is read once for all of them
+    scored    -- how likely the tokens of the prompt were, as far as it is read, where the request asks for it
     joined    -- when it began; first: when its first token came (monotonic seconds)
     steps     -- after the first token
     before    -- what the engine had counted at the first token
@@ -64,6 +68,7 @@ class _Sequence:
     before: Counts | None = None
     skipped: float | None = None
     counted: float = 0.0
+    scored: list[TokenLogprob] = field(default_factory=list)
 
 
 class ContinuousBatch:
@@ -108,16 +113,20 @@ class ContinuousBatch:
     def join(self, ticket: Ticket) -> None:
         """Begin a text; there is room. What fails is told."""
         request, ids = ticket.request, list(ticket.request.ids)
-        if not request.options.tokens:
+        if not request.options.tokens and not request.scores_prompt:
+            if request.echo:
+                ticket.tell(TextDelta(request.echo))
             ticket.tell(Finish("length", 0, 0))
             return
-        domain = ticket.domain
+        domain, scores = ticket.domain, request.scores_prompt  # which reads all of the prompt, for the logits
         same = (one for one in self._reading if one.ticket.domain == domain and one.continuation.ids == ids)
-        leader = next(same, None)
-        source = self._nearest(ids, domain) if leader is None else leader.slot
+        leader = None if scores else next(same, None)
+        source = self._free[0] if scores else self._nearest(ids, domain) if leader is None else leader.slot
         slot = source if source in self._free else self._free[0]
         self._free.remove(slot)
         try:
+            if scores:
+                self._engine.truncate(0, slot)
             cached = self._reuse_prefix(ids, slot, source, domain) if leader is None else len(ids)
             continuation = Continuation(self._engine, self._tokenizer, ids, request.options)
         except Exception as error:
@@ -233,11 +242,16 @@ class ContinuousBatch:
         for _ in range(len(self._reading)):
             sequence = self._reading[0]
             position, ids = self._engine.positions[sequence.slot], sequence.continuation.ids
-            end = min(len(ids), (position + left) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF)
+            scores = sequence.ticket.request.scores_prompt
+            most = min(left, SCORED_AT_ONCE) if scores else left
+            end = min(len(ids), (position + most) // KEPT_IN_STEPS_OF * KEPT_IN_STEPS_OF)
             if end <= position:
                 return
             try:
-                logits = self._engine.prefill(ids[position:end], sequence.slot)
+                logits = self._engine.prefill(ids[position:end], sequence.slot, every=scores)
+                if scores:
+                    self._score(sequence, position, logits)
+                    logits = logits[-1]
             except Exception as error:
                 self._fail(sequence, error)
                 continue
@@ -248,6 +262,16 @@ class ContinuousBatch:
             else:
                 self._begin(sequence, logits)
 
+    def _score(self, sequence: _Sequence, position: int, logits: Tensor) -> None:
+        """Keep how likely tokens of the prompt were, by the logits from a position on; nothing predicts the first."""
+        ids, count = sequence.continuation.ids, sequence.ticket.request.options.logprobs
+        assert count is not None
+        targets = ids[position + 1 : position + 1 + len(logits)]
+        if not position:
+            sequence.scored.append(TokenLogprob(ids[0], None, ()))
+        if targets:
+            sequence.scored += token_logprobs(targets, logits[: len(targets)], count)
+
     def _begin(self, sequence: _Sequence, logits: Tensor) -> None:
         """Choose the first token of a text and of its followers, of the logits after the prompt that they share."""
         followers, sequence.followers = sequence.followers, []
@@ -257,6 +281,13 @@ class ContinuousBatch:
             except Exception as error:
                 self._fail(follower, error)
         for each in (one for one in [sequence, *followers] if one in self._running):
+            request = each.ticket.request
+            if request.echo is not None:
+                each.ticket.tell(TextDelta(request.echo, tuple(each.scored)))
+            if not request.options.tokens:
+                self._leave(each)
+                each.ticket.tell(Finish("length", 0, each.cached))
+                continue
             try:
                 chosen = each.continuation.sampler.choose(logits)
             except Exception as error:
@@ -292,8 +323,10 @@ class ContinuousBatch:
             self._fail(sequence, error)
             return
         sequence.chosen = id
+        # Whoever has the prompt's likelihoods counts on one for each token after it, the end of the text included.
+        with_end = sequence.ticket.request.scores_prompt
         if piece:
-            sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs(), timings))
+            sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs(with_end), timings))
         if continuation.reason:
             self._leave(sequence)
             if not self._running:
@@ -302,7 +335,7 @@ class ContinuousBatch:
                 _REASONS[continuation.reason],
                 len(continuation.tokens),
                 sequence.cached,
-                continuation.taken_logprobs(),
+                continuation.taken_logprobs(with_end),
                 continuation.stop,
                 timings,
             )

@@ -124,10 +124,10 @@ class Delivery:
         if not choice.begun:
             self.metrics.count_first_delta(self.received_at)
         if isinstance(event, Finish):
-            answer = self.writer.answer
-            self.metrics.count_finish(self.received_at, answer.prompt_tokens, event)
+            answer, prompt_tokens = self.writer.answer, len(self.tickets[choice.index].request.ids)
+            self.metrics.count_finish(self.received_at, prompt_tokens, event)
             say(
-                f"{answer.id}: {answer.prompt_tokens} tokens, {event.cached} of them cached, "
+                f"{answer.id}: {prompt_tokens} tokens, {event.cached} of them cached, "
                 f"then {event.tokens} in {time.time() - answer.created:.1f} s ({event.reason})"
             )
         choice.add(event)

@@ -93,6 +93,12 @@ class Grammars:
             read = grammar_from("grammar", grammar)
         return self._constraint(read, param)
 
+    def of_regex(self, pattern: str, param: str) -> Callable[[], GrammarConstraint]:
+        """A text that a regular expression matches as a whole. Raises `Refusal` where llguidance does not know it."""
+        with _refusals(param):
+            read = grammar_from("regex", pattern)
+        return self._constraint(read, param)
+
     def of_call(self, format: ToolFormat, functions: Sequence[Function], param: str) -> Callable[[], GrammarConstraint]:
         """A text that calls one of the functions. Raises `Refusal` as `of_json` does."""
         calls = [f"call_{number}" for number in range(len(functions))]

@@ -16,6 +16,11 @@ class ServeOptions:
         "Name that clients ask for (default: that of the file, without its ending).", default=None
     )
     api_keys: tuple[str, ...] = ()
+    strict: bool = option(
+        "Refuse what OpenAI refuses: fields that are not known, another model's name, values out of its range. Without "
+        "it, fields that are not known are ignored and named once in the log.",
+        default=False,
+    )
     sequences: int | None = option(
         "Texts that are made together; others wait (default: as many as the backend decodes together, where memory has "
         "room for them).",

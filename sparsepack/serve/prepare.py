@@ -1,7 +1,8 @@
 """From the body of a request to prompts in tokens, sampling options and constraints for the engine."""
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -57,17 +58,31 @@ class Prompts:
             return list(prompt)
         return self._tokens(prompt, "prompt")
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
+    def chat(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **how: Any
+    ) -> list[int]:
         """The tokens of a conversation, up to where the model's answer begins. Raises `Refusal`, also where there are
-        tools and the model's template does not tell the model of them."""
+        tools and the model's template does not tell the model of them.
+
+        how -- as `Model.chat_prompt` has it
+        """
+        return self._tokens(self.chat_text(messages, tools, **how), "messages", from_template=True)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **how: Any
+    ) -> str:
+        """What the template makes of a conversation; see `chat`. Some templates take a system message only at the
+        beginning, or none: theirs are put together there, or before the first message of the user."""
         if tools and not takes_tools(self.model.template(with_tools=True) or ""):
             message = "tools: this model's chat template takes none; leave them out, or serve with --chat-template"
             raise Refusal(400, message, "tools", "unsupported_value")
         try:
-            prompt = self.model.chat_prompt(messages, tools)
+            return self.model.chat_prompt(messages, tools, **how)
         except UserError as error:
+            for others in _without_system_messages_between(messages):
+                with suppress(UserError):
+                    return self.model.chat_prompt(others, tools, **how)
             raise Refusal(400, str(error), "messages") from error
-        return self._tokens(prompt, "messages", from_template=True)
 
     def checked_tokens(self, prompt: int, request: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
@@ -98,9 +113,22 @@ class Prompts:
         return ids
 
 
+def _without_system_messages_between(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
+    """Conversations whose system messages stand together at the beginning, and in the first message of the user."""
+    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
+    others = [message for message in messages if message["role"] != "system"]
+    if not system or not others:
+        return
+    yield [{"role": "system", "content": system}, *others]
+    first = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
+    if first is not None:
+        others[first] = {**others[first], "content": f"{system}\n\n{others[first]['content']}"}
+        yield others
+
+
 SAMPLING_PARAMETERS = (
-    *("temperature", "top_k", "top_p", "min_p", "seed"),
-    *("repeat_penalty", "frequency_penalty", "presence_penalty"),
+    *("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n"),
+    *("frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos"),
 )
 """These parameters of requests are fields of `GenerateOptions`."""
 
@@ -111,7 +139,7 @@ Constraint = Callable[[], GrammarConstraint]
 class PreparedRequest:
     """A request that can be served.
 
-    sequences   -- what the engine makes, all after the same prompt
+    sequences   -- what the engine makes: `n` after each prompt, those of the first one first
     parser      -- makes what tells text from calls
     """
 
@@ -123,12 +151,14 @@ class PreparedRequest:
 class RequestPreparer:
     """Prepares requests for one model; in any thread, several at once.
 
-    name -- of the model, which a request must give
-    most -- texts that a request may ask for: no more are ever made and waiting together
+    name   -- of the model
+    most   -- texts that a request may ask for: no more are ever made and waiting together
+    strict -- whether a request must give the name
     """
 
-    def __init__(self, model: Model, prompts: Prompts, name: str, most: int) -> None:
+    def __init__(self, model: Model, prompts: Prompts, name: str, most: int, strict: bool = False) -> None:
         self._prompts, self._grammars, self._name, self._most = prompts, Grammars(model), name, most
+        self._strict = strict
         self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
         self._tool_format = tool_format(model.template(with_tools=True) or "")
 
@@ -136,13 +166,44 @@ class RequestPreparer:
         """Return a request's prompt in tokens, options and parser. Raises `Refusal`."""
         self._check(request)
         if isinstance(request, CompletionRequest):
-            ids = self._prompts.plain(request.prompt_value)
-            return PreparedRequest(request, self._sequences(request, ids, self._constraint(request)))
+            constraint, sequences = self._constraint(request), list[GenerationRequest]()
+            for prompt in request.prompts:
+                ids = self._prompts.plain(prompt)
+                sequences += self._sequences(request, ids, constraint, self._echo(request, prompt))
+            return PreparedRequest(request, tuple(sequences))
         assert isinstance(request, ChatRequest)
-        messages = [message.for_template() for message in request.messages]
-        ids = self._prompts.chat(messages, [tool.for_template() for tool in request.callable_tools])
         constraint = self._call(request) if request.requires_tool_call else self._constraint(request)
-        return PreparedRequest(request, self._sequences(request, ids, constraint), self._parser(request))
+        return PreparedRequest(
+            request, self._sequences(request, self.chat_tokens(request), constraint), self._parser(request)
+        )
+
+    def chat_tokens(self, request: ChatRequest) -> list[int]:
+        """Return a chat's prompt in tokens. Raises `Refusal`."""
+        return self._prompts.chat(*self._conversation(request), **self._template_variables(request))
+
+    def chat_text(self, request: ChatRequest) -> str:
+        """Return a chat's prompt as text. Raises `Refusal`."""
+        return self._prompts.chat_text(*self._conversation(request), **self._template_variables(request))
+
+    def _conversation(self, request: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        messages = [message.for_template() for message in request.messages]
+        return messages, [tool.for_template() for tool in request.callable_tools]
+
+    def _template_variables(self, request: ChatRequest) -> dict[str, Any]:
+        continues, given = request.continues_message, request.chat_template_kwargs or {}
+        variables = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
+        return {
+            "variables": {**variables, **given},
+            "continue_final_message": continues,
+            "add_generation_prompt": not continues and request.add_generation_prompt is not False,
+        }
+
+    def _echo(self, request: CompletionRequest, prompt: str | list[int]) -> str | None:
+        if not request.echo:
+            return None
+        if isinstance(prompt, str):
+            return prompt
+        return b"".join(map(self._prompts.bytes_of.of, prompt)).decode(errors="replace")
 
     def check_model(self, name: str) -> None:
         """Raise `Refusal` 404 for a model that is not the one."""
@@ -150,30 +211,40 @@ class RequestPreparer:
             raise Refusal(404, f"model {name!r}: this server has {self._name!r}", "model", "model_not_found")
 
     def _check(self, request: TextParameters) -> None:
-        self.check_model(request.model)
-        if (request.n or 1) > self._most:
-            message = f"n: {request.n} texts; this server has room for {self._most}: give n of at most {self._most}"
-            raise Refusal(400, message, "n", "invalid_value")
+        if self._strict:
+            self.check_model(request.model)
+        prompts = len(request.prompts) if isinstance(request, CompletionRequest) else 1
+        if prompts * (request.n or 1) > self._most:
+            most = self._most // prompts
+            remedy = f"give n of at most {most}" if most else "send fewer prompts at a time"
+            message = (
+                f"n: {request.n or 1} texts after {prompts} prompts; this server has room for {self._most}: {remedy}"
+            )
+            raise Refusal(400, message, "n" if most else "prompt", "invalid_value")
 
     def _sequences(
-        self, request: TextParameters, ids: list[int], constraint: Constraint | None
+        self, request: TextParameters, ids: list[int], constraint: Constraint | None, echo: str | None = None
     ) -> tuple[GenerationRequest, ...]:
         limit = request.max_new_tokens
         if request.clips_max_tokens and limit is not None:
             limit = min(limit, max(self._prompts.context - len(ids), 1))
         tokens = self._prompts.checked_tokens(len(ids), limit)
         options = replace(generate_options(request, tokens, self._suggested), constraint=constraint)
-        if outside := [id for id, _ in options.logit_bias if id >= self._vocabulary]:
-            message = f"logit_bias: token {outside[0]}; the model has 0 to {self._vocabulary - 1}"
-            raise Refusal(400, message, "logit_bias", "invalid_value")
+        named = {"logit_bias": [id for id, _ in options.logit_bias], "stop_token_ids": options.stop_token_ids}
+        for name, given in named.items():
+            if max(given, default=0) >= self._vocabulary:
+                message = f"{name}: token {max(given)}; the model has 0 to {self._vocabulary - 1}"
+                raise Refusal(400, message, name, "invalid_value")
         return tuple(
-            GenerationRequest(tuple(ids), replace(options, seed=options.seed + number))
+            GenerationRequest(tuple(ids), replace(options, seed=options.seed + number), echo)
             for number in range(request.n or 1)
         )
 
     def _constraint(self, request: TextParameters) -> Constraint | None:
         if request.grammar is not None:
             return self._grammars.of_grammar(request.grammar, "grammar")
+        if request.regex is not None:
+            return self._grammars.of_regex(request.regex, "regex")
         if not request.requires_json:
             return None
         assert request.response_format is not None
@@ -207,6 +278,7 @@ def generate_options(request: TextParameters, tokens: int, suggested: Mapping[st
             **{"seed": secrets.randbits(63), **given},
             tokens=tokens,
             stop=request.stop_strings,
+            stop_token_ids=tuple(request.stop_token_ids or ()),
             logit_bias=tuple((int(id), bias) for id, bias in (request.logit_bias or {}).items()),
             logprobs=request.logprobs_count,
         ),

@@ -1,8 +1,9 @@
-"""The bodies of requests: which of OpenAI's parameters are taken, and which are refused.
+"""The bodies of requests: parameters of OpenAI's protocol, and those that most of its servers add.
 
-Each parameter of the protocol has one of three fates. It does something; or it can have no influence on the text and is
-ignored (`IGNORED`); or it would have one that this server does not have, and is taken with its neutral value alone
-(`NEUTRAL`). A parameter that the protocol does not know is refused, as OpenAI does.
+Each parameter has one of three fates. It does something; or it can have no influence on the text and is ignored
+(`IGNORED`); or it would have one that this server does not have, and is taken with its neutral value alone (`NEUTRAL`).
+Other names and forms of a value become the one that stands here in `liberal`. A field that is not known is ignored, and
+named once in the log; `strict` refuses it.
 """
 
 import json
@@ -11,40 +12,61 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    Tag,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 
 from sparsepack.option import LARGEST_COUNT
+from sparsepack.runtime.generation.sampling import LARGEST_PENALTY
 from sparsepack.serve.guards import MAX_JSON_VALUES, check_values
+from sparsepack.serve.liberal import check_strict, say_ignored, standard_form, unsupported
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import JSON_DECODER
 
-CONTENT = "expected a text, or a list of parts of type text"
+CONTENT = "expected a text, or a list of parts of type text; this server reads no images, no audio and no files"
 
 
-def unsupported(name: str, reason: str) -> PydanticCustomError:
-    """The error of a parameter, within what is validated, that this server does not take as it is."""
-    return PydanticCustomError("unsupported", "{name}: {reason}", {"name": name, "reason": reason})
-
-
-class ContentPart(BaseModel):
-    """A part of a message; only text is taken, by the names that OpenAI's protocols have for it."""
+class Part(BaseModel):
+    """A part of a request, which is read once and stays as it is."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    type: Literal["text", "input_text", "output_text"]
+
+
+class ContentPart(Part):
+    """A part of a message; only text is taken, by the names that OpenAI's protocols have for it, or without one."""
+
+    type: Literal["text", "input_text", "output_text"] = "text"
     text: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _plain_text(cls, part: Any) -> Any:
+        return {"text": part} if isinstance(part, str) else part
 
-class CalledFunction(BaseModel):
+
+class CalledFunction(Part):
     """A function that the model called, with its arguments in JSON; an empty text stands for none."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str
-    arguments: str
+    arguments: str = ""
 
     def for_template(self) -> dict[str, Any]:
         """The function as chat templates take it: they write the arguments themselves."""
         return {"name": self.name, "arguments": JSON_DECODER.decode(self.arguments or "{}")}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _arguments_in_json(cls, function: Any) -> Any:
+        if isinstance(function, dict) and isinstance(arguments := function.get("arguments", ""), dict | None):
+            return {**function, "arguments": json.dumps(arguments or {})}
+        return function
 
     @model_validator(mode="after")
     def _arguments_are_an_object(self) -> "CalledFunction":
@@ -59,69 +81,93 @@ class CalledFunction(BaseModel):
         return self
 
 
-class CalledTool(BaseModel):
+class CalledTool(Part):
     """A call in an answer that the client sends back."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    id: str
-    type: Literal["function"]
+    id: str | None = None
+    type: Literal["function"] | None = None
     function: CalledFunction
 
 
-class Message(BaseModel):
-    """A message of a chat. `developer` is today's word for `system`; `name` is ignored. A message of the role `tool` is
-    what a call gave."""
+class Message(Part):
+    """A message of a chat. `developer` is today's word for `system`, `function` an old one for `tool`. A message of the
+    role `tool` is what a call gave. `name` is ignored but there."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[ContentPart] | None = None
     name: str | None = None
-    refusal: None = None
+    refusal: str | None = None
     annotations: list[Any] | None = None
     audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[CalledTool], Field(min_length=1, fail_fast=True)] | None = None
+    reasoning_content: str | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _in_standard_form(cls, message: Any) -> Any:
+        if not isinstance(message, dict):
+            return message
+        message = {name: value for name, value in message.items() if value is not None}
+        if isinstance(content := message.get("content"), list):
+            message["content"] = [part for part in content if part is not None]
+        if (call := message.pop("function_call", None)) is not None:
+            message.setdefault("tool_calls", [{"function": call}])
+        if (reasoning := message.pop("reasoning", None)) is not None:
+            message.setdefault("reasoning_content", reasoning)
+        return message
 
     @model_validator(mode="after")
     def _what_its_role_has(self) -> "Message":
-        if self.tool_calls is not None and self.role != "assistant":
+        if self.tool_calls and self.role != "assistant":
             raise unsupported("tool_calls", "only in messages of the role assistant")
-        if (self.tool_call_id is not None) != (self.role == "tool"):
-            raise unsupported("tool_call_id", "it goes with the role tool, and with no other")
-        if self.content is None and self.tool_calls is None:
-            raise unsupported("content", CONTENT)
         return self
+
+    @property
+    def text(self) -> str:
+        """The content as one text; none is empty."""
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
 
     def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or ())
-        message: dict[str, Any] = {"role": "system" if self.role == "developer" else self.role, "content": text}
-        if self.tool_calls is not None:
+        role = {"developer": "system", "function": "tool"}.get(self.role, self.role)
+        message: dict[str, Any] = {"role": role, "content": self.text}
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_calls:
             message["tool_calls"] = [
-                {"id": call.id, "type": call.type, "function": call.function.for_template()} for call in self.tool_calls
+                {"id": call.id or f"call_{n}", "type": "function", "function": call.function.for_template()}
+                for n, call in enumerate(self.tool_calls)
             ]
-        if self.tool_call_id is not None:
-            message["tool_call_id"] = self.tool_call_id
+        if role == "tool":
+            named = {"tool_call_id": self.tool_call_id, "name": self.name}
+            message |= {name: value for name, value in named.items() if value is not None}
         return message
 
 
-class Function(BaseModel):
+class Function(Part):
     """A function that the model may call. `strict` is ignored."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: Annotated[str, Field(pattern="^[a-zA-Z0-9_.-]{1,64}$")]
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A tool; functions are the only ones."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    type: Literal["function"]
+    type: Literal["function"] = "function"
     function: Function
+
+    @model_validator(mode="before")
+    @classmethod
+    def _function_in_its_place(cls, tool: Any) -> Any:
+        """OpenAI's Responses have a function's name beside the type."""
+        if isinstance(tool, dict) and "name" in tool and "function" not in tool:
+            function = {name: value for name, value in tool.items() if name != "type"}
+            return {"type": tool.get("type", "function"), "function": function}
+        return tool
 
     def for_template(self) -> dict[str, Any]:
         """The tool as chat templates take it."""
@@ -129,17 +175,15 @@ class Tool(BaseModel):
         return {"type": self.type, "function": {"description": "", "parameters": {}, **function}}
 
 
-class FunctionName(BaseModel):
+class FunctionName(Part):
     """The name of a function."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     name: str
 
 
-class ChosenTool(BaseModel):
+class ChosenTool(Part):
     """The tool that must be called."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["function"]
     function: FunctionName
 
@@ -147,7 +191,7 @@ class ChosenTool(BaseModel):
 IGNORED = frozenset(
     (
         *("metadata", "prediction", "prompt_cache_key", "prompt_cache_retention"),
-        *("safety_identifier", "service_tier", "store", "user"),
+        *("safety_identifier", "service_tier", "store", "user", "verbosity", "cache_prompt"),
     )
 )
 """These parameters say nothing about the text."""
@@ -155,14 +199,11 @@ IGNORED = frozenset(
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "audio": (),
-        "best_of": (1,),
-        "echo": (False,),
-        "function_call": ("auto", "none"),
-        "functions": ([],),
         "modalities": (["text"],),
-        "reasoning_effort": ("none",),
+        "prompt_embeds": (),
+        "prompt_logprobs": (),
         "suffix": ("",),
-        "verbosity": ("medium",),
+        "use_beam_search": (False,),
         "web_search_options": (),
     }
 )
@@ -179,8 +220,11 @@ LONGEST_GRAMMAR = 2**14
 MAX_BIASES = 1024
 """A request changes the logits of at most this many tokens."""
 
-MAX_STOPS = 4
-"""A request has at most this many stop strings, as many as OpenAI takes."""
+MAX_PROMPTS = 256
+"""A request has at most this many prompts."""
+
+MAX_STOPS = 64
+"""A request has at most this many stop strings, and this many stop tokens."""
 
 MAX_STOP_LENGTH = 1000
 """A stop string has at most this many characters: as much text is held back from a stream."""
@@ -189,37 +233,38 @@ R = TypeVar("R", bound=BaseModel)
 Stop = Annotated[str, Field(min_length=1, max_length=MAX_STOP_LENGTH)]
 TokenId = Annotated[int, Field(ge=0)]
 TokenIds = Annotated[list[TokenId], Field(min_length=1, fail_fast=True)]
-Count = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=0, le=LARGEST_COUNT)]
+Limit = Annotated[int, Field(ge=-2)]
+"""A number of tokens; below 0 there is no limit but the context."""
 TokenName = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class StreamOptions(BaseModel):
+class StreamOptions(Part):
     """What a request says of its stream.
 
-    include_usage       -- a last event tells how many tokens there were
-    include_obfuscation -- the field is ignored, because it says nothing about the text
+    include_usage          -- a last event tells how many tokens there were
+    continuous_usage_stats -- each event tells how many there were until then (vLLM)
+    include_obfuscation    -- the field is ignored, because it says nothing about the text
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    include_usage: bool = False
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """The schema that a text keeps to. `strict` is ignored: every text keeps to it."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-    name: str
+    name: str | None = None
     description: str | None = None
     schema_: Annotated[dict[str, Any], Field(alias="schema")] = Field(default_factory=dict)
     strict: bool | None = None
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """What kind of text is wanted."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
@@ -231,36 +276,49 @@ class ResponseFormat(BaseModel):
 
 
 class TextParameters(BaseModel, ABC):
-    """What both ways of asking for a text share. `top_k`, `min_p`, `repeat_penalty` and `grammar` are not in OpenAI's
-    protocol, but in most servers of it."""
+    """What both ways of asking for a text share. `liberal` has the other names and forms of a value. From `top_k` on
+    parameters are not in OpenAI's protocol, but in llama.cpp or vLLM.
+
+    repeat_last_n  -- how many of the last tokens the repeat penalty is of; -1: all, as `repetition_penalty` of
+                      transformers and vLLM has it
+    stop_token_ids -- tokens that end the text, besides those of the model
+    ignore_eos     -- let the model's own do so no more
+    min_tokens     -- before so many tokens none ends the text
+    regex          -- a regular expression that the whole text matches
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
     clips_max_tokens: ClassVar[bool] = False
     """Whether tokens that the context has no room for are left out, or refused."""
 
-    model: str
+    model: str = ""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     timings_per_token: bool | None = None
-    temperature: Annotated[float, Field(ge=0, le=2)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1000)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
-    top_k: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=MAX_STOPS)] | None = None
-    max_tokens: Count | None = None
+    max_tokens: Limit | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
-    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    frequency_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None
-    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    frequency_penalty: Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)] | None = None
+    presence_penalty: Annotated[float, Field(ge=-LARGEST_PENALTY, le=LARGEST_PENALTY)] | None = None
     logit_bias: Annotated[dict[TokenName, Bias], Field(max_length=MAX_BIASES)] | None = None
     response_format: ResponseFormat | None = None
+    top_k: Annotated[int, Field(ge=1, le=LARGEST_COUNT)] | None = None
+    min_p: Annotated[float, Field(ge=0, le=1)] | None = None
+    repeat_penalty: Annotated[float, Field(gt=0, le=100)] | None = None
+    repeat_last_n: Annotated[int, Field(ge=-1, le=LARGEST_COUNT)] | None = None
+    stop_token_ids: Annotated[list[TokenId], Field(max_length=MAX_STOPS)] | None = None
+    ignore_eos: bool | None = None
+    min_tokens: Count | None = None
     grammar: Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)] | None = None
+    regex: Annotated[str, Field(min_length=1, max_length=LONGEST_GRAMMAR)] | None = None
     cache_salt: Annotated[str, Field(max_length=1000)] | None = None  # vLLM's: no prefix is shared beyond it
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_changes_nothing(cls, body: Any) -> Any:
+    def _in_standard_form(cls, body: Any, info: ValidationInfo) -> Any:
         if not isinstance(body, dict):
             return body
         if len(body) > MOST_PARAMETERS:
@@ -272,20 +330,23 @@ class TextParameters(BaseModel, ABC):
                 values = " or ".join(json.dumps(other) for other in accepted)
                 remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
                 raise unsupported(name, f"not supported by this server{remedy}")
-        return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
+        if info.context is STRICT:
+            check_strict(body)
+        return standard_form(
+            {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
+        )
 
     @model_validator(mode="after")
-    def _what_goes_together(self) -> "TextParameters":
-        if self.stream_options is not None and not self.stream:
-            raise unsupported("stream_options", "only with stream: true")
-        if self.grammar is not None and self.requires_json:
-            raise unsupported("grammar", "not with a response_format; give one of them")
+    def _one_format(self) -> "TextParameters":
+        formats = {"grammar": self.grammar, "regex": self.regex, "response_format": self.requires_json or None}
+        if len(given := [name for name, value in formats.items() if value is not None]) > 1:
+            raise unsupported(given[0], f"not with {given[-1]}; give one of them")
         return self
 
     @property
     def includes_usage(self) -> bool:
         """Whether a stream ends with the usage."""
-        return self.stream_options is not None and self.stream_options.include_usage
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
 
     @property
     def requires_json(self) -> bool:
@@ -300,12 +361,20 @@ class TextParameters(BaseModel, ABC):
     @property
     def max_new_tokens(self) -> int | None:
         """How many tokens are asked for at most; None: as many as there is room for."""
-        return self.max_tokens
+        return _limit(self.max_tokens)
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The stop strings, however they were given."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+
+STRICT = object()
+"""The context of validation in which what OpenAI refuses is refused."""
+
+
+def _limit(tokens: int | None) -> int | None:
+    return None if tokens is None or tokens < 0 else tokens
 
 
 def _form_of_prompt(prompt: Any) -> str:
@@ -319,32 +388,34 @@ def _form_of_prompt(prompt: Any) -> str:
 class CompletionRequest(TextParameters):
     """The body of POST /v1/completions.
 
-    prompt     -- a text, before which BOS goes where the model has one; or tokens, taken as they are. A list of one
-                  text or of one list of tokens is that one.
+    prompt     -- a text, before which BOS goes where the model has one; or tokens, taken as they are; or a list of
+                  texts or of lists of tokens, each of which is continued
     max_tokens -- 16 unless given, as at OpenAI
-    logprobs   -- how many of the logprobs_count tokens are told in each place
+    logprobs   -- how many of the likeliest tokens are told in each place
+    echo       -- begin the answer with the prompt; with `logprobs`, tell how likely its tokens were
     """
 
-    logprobs: Annotated[int, Field(ge=0, le=5)] | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    echo: bool | None = None
 
     prompt: Annotated[
         Annotated[str, Tag("text")]
         | Annotated[TokenIds, Tag("ids")]
-        | Annotated[list[str], Field(min_length=1, max_length=1), Tag("texts")]
-        | Annotated[list[TokenIds], Field(min_length=1, max_length=1), Tag("lists")],
+        | Annotated[list[str], Field(min_length=1, max_length=MAX_PROMPTS), Tag("texts")]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MAX_PROMPTS), Tag("lists")],
         Discriminator(_form_of_prompt),
     ] = ""
 
     @property
-    def prompt_value(self) -> str | list[int]:
-        """The prompt, taken out of a list of one."""
-        first = self.prompt if isinstance(self.prompt, str) or isinstance(self.prompt[0], int) else self.prompt[0]
-        return first  # type: ignore[return-value]
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts, of which there is at least one."""
+        one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if one else list(self.prompt)  # type: ignore[list-item, arg-type]
 
     @property
     def max_new_tokens(self) -> int | None:
-        """How many tokens are asked for at most."""
-        return 16 if self.max_tokens is None else self.max_tokens
+        """How many tokens are asked for at most; None: as many as there is room for."""
+        return 16 if self.max_tokens is None else _limit(self.max_tokens)
 
     @property
     def logprobs_count(self) -> int | None:
@@ -353,39 +424,48 @@ class CompletionRequest(TextParameters):
 
 class ChatRequest(TextParameters):
     """The body of POST /v1/chat/completions; without a number of tokens the answer ends where the model ends it, or
-    where the context is full."""
+    where the context is full.
+
+    continue_final_message -- go on within the last message; unless given, where it is the assistant's
+    add_generation_prompt  -- false: go on behind the conversation, without the template's beginning of an answer
+    chat_template_kwargs   -- further variables of the chat template
+    """
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: Limit | None = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ChosenTool | None = None
     parallel_tool_calls: bool | None = None
-
-    @model_validator(mode="after")
-    def _one_number_of_tokens(self) -> "ChatRequest":
-        if self.max_tokens is not None and self.max_completion_tokens is not None:
-            raise unsupported("max_completion_tokens", "not with max_tokens; give one of them")
-        return self
+    reasoning_effort: str | None = None
+    continue_final_message: bool | None = None
+    add_generation_prompt: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
     def _what_a_chat_s_parameters_need(self) -> "ChatRequest":
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "only with logprobs: true")
-        if self.requires_tool_call and not self.tools:
-            raise unsupported("tool_choice", "only with tools")
-        if self.requires_tool_call and (self.grammar is not None or self.requires_json):
+        if self.requires_tool_call and (self.grammar is not None or self.regex is not None or self.requires_json):
             raise unsupported("tool_choice", "a call that must be made keeps to no other format; leave one out")
         names = [tool.function.name for tool in self.tools or ()]
-        if isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in names:
+        if names and isinstance(self.tool_choice, ChosenTool) and self.tool_choice.function.name not in names:
             raise unsupported("tool_choice", f"{self.tool_choice.function.name!r} is none of the tools")
         return self
 
     @property
+    def continues_message(self) -> bool:
+        """Whether the answer goes on within the last message."""
+        if self.continue_final_message is not None:
+            return self.continue_final_message
+        last = self.messages[-1]
+        return last.role == "assistant" and bool(last.text) and not last.tool_calls
+
+    @property
     def requires_tool_call(self) -> bool:
         """Whether the answer must be a call."""
-        return self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool)
+        return bool(self.tools) and (self.tool_choice == "required" or isinstance(self.tool_choice, ChosenTool))
 
     @property
     def callable_tools(self) -> tuple[Tool, ...]:
@@ -402,19 +482,31 @@ class ChatRequest(TextParameters):
     @property
     def max_new_tokens(self) -> int | None:
         """How many tokens are asked for at most; None: as many as there is room for."""
-        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+        return _limit(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
 
-def read_request(kind: type[R], body: bytes) -> R:
-    """A request from its body. Raises `Refusal` 400, naming the first parameter that is wrong."""
+def read_request(kind: type[R], body: bytes, strict: bool = False) -> R:
+    """A request from its body. Raises `Refusal` 400, naming the first parameter that is wrong.
+
+    strict -- refuse fields that are not known, and values that OpenAI does not take
+    """
     try:
-        return kind.model_validate_json(body)
+        try:
+            return kind.model_validate_json(body, context=STRICT if strict else None)
+        except ValidationError as error:
+            unknown = [one["loc"] for one in error.errors(include_url=False) if one["type"] == "extra_forbidden"]
+            if strict or not unknown:
+                raise
+            extra = kind.model_config.get("extra")
+            request = kind.model_validate_json(body, extra="ignore" if extra == "forbid" else extra)
+            say_ignored(unknown)
+            return request
     except ValidationError as error:
         raise _refusal(error) from error
 
 
 _EXPECTED = {
-    "prompt": "expected a text, a list of token ids, or a list of one text or of one list of token ids",
+    "prompt": f"expected a text, a list of token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids",
     "stop": f"expected a text, or at most {MAX_STOPS} of them, each of 1 to {MAX_STOP_LENGTH} characters",
     "content": CONTENT,
     "logit_bias": f'expected {{"TOKEN ID": BIAS, ...}}, at most {MAX_BIASES:,} of them, each bias from -100 to 100',

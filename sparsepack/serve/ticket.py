@@ -15,10 +15,17 @@ class GenerationRequest:
 
     ids     -- of the prompt; they and `options.tokens` more fit into the engine's context
     options -- how many tokens at most, how they are chosen, what ends the text
+    echo    -- what the text begins with, the prompt; with log-probabilities where the options have them. None: nothing
     """
 
     ids: tuple[int, ...]
     options: GenerateOptions
+    echo: str | None = None
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the likelihoods of the prompt's tokens are asked for."""
+        return self.echo is not None and self.options.logprobs is not None
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 from serving import Served, wait_until
 
+from sparsepack.loading import Model
 from sparsepack.runtime.options import GenerateOptions
+from sparsepack.serve.options import ServeOptions
 
 PROMPT = "There was a king who had"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Who was there?"}]
@@ -156,13 +158,13 @@ def test_the_model_is_listed_with_what_packing_lost(served: Served, monkeypatch:
 @pytest.mark.parametrize(
     ("asked", "error", "says"),
     [
-        ({"model": "gpt"}, openai.NotFoundError, "model 'gpt': this server has 'tiny'"),
-        ({"best_of": 2}, openai.BadRequestError, "best_of: not supported by this server; leave it out or give 1"),
+        ({"best_of": 2}, openai.BadRequestError, "best_of: not more than n"),
+        ({"suffix": "x"}, openai.BadRequestError, "suffix: not supported by this server; leave it out"),
         ({"n": 17}, openai.BadRequestError, "n: Input should be less than or equal to 16"),
-        ({"logprobs": 6}, openai.BadRequestError, "logprobs: Input should be less than or equal to 5"),
-        ({"frequency_penalty": 2.5}, openai.BadRequestError, "frequency_penalty: Input should be less than"),
+        ({"logprobs": 21}, openai.BadRequestError, "logprobs: Input should be less than or equal to 20"),
+        ({"frequency_penalty": 101}, openai.BadRequestError, "frequency_penalty: Input should be less than"),
+        ({"extra_body": {"stop_token_ids": [768]}}, openai.BadRequestError, "stop_token_ids: token 768; the model has"),
         ({"logit_bias": {"768": 1}}, openai.BadRequestError, "logit_bias: token 768; the model has 0 to 767"),
-        ({"extra_body": {"nonsense": 1}}, openai.BadRequestError, "Unrecognized request argument supplied: nonsense"),
         ({"max_tokens": 5000}, openai.BadRequestError, "maximum context length is 1024 tokens"),
         ({"prompt": "word " * 3000}, openai.BadRequestError, "maximum context length is 1024 tokens"),
         ({"prompt": [5, 768]}, openai.BadRequestError, "prompt: token 768; the model has 0 to 767"),
@@ -175,6 +177,15 @@ def test_what_cannot_be_done_raises_the_client_s_error(
         served.client().completions.create(**{"model": "tiny", "prompt": PROMPT, **asked})  # type: ignore[call-overload]
     assert says in caught.value.body["message"]  # type: ignore[index]
     assert caught.value.body["type"] == "invalid_request_error"  # type: ignore[index]
+
+
+def test_a_strict_server_refuses_what_openai_does(model: Model) -> None:
+    with Served(model, ServeOptions(strict=True)) as strict:
+        create = strict.client().completions.create
+        with pytest.raises(openai.NotFoundError, match="model 'gpt': this server has 'tiny'"):
+            create(model="gpt", prompt=PROMPT)
+        with pytest.raises(openai.BadRequestError, match="Unrecognized request argument supplied: nonsense"):
+            create(model="tiny", prompt=PROMPT, extra_body={"nonsense": 1})
 
 
 def test_the_context_is_used_to_its_last_token(served: Served) -> None:

@@ -236,7 +236,7 @@ def prefilled(dense: Model, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many positions each prefill has read."""
     lengths, prefill = list[int](), dense.engine.prefill
 
-    def counted(ids: Sequence[int], sequence: int = 0) -> Tensor:
+    def counted(ids: Sequence[int], sequence: int = 0, every: bool = False) -> Tensor:
         lengths.append(len(ids))
         return prefill(ids, sequence)
 
@@ -296,7 +296,7 @@ def test_a_prompt_that_fails_for_one_text_is_read_anew_for_the_next(
     ids, prefill = ids_of(dense, 50), dense.engine.prefill
     readers = [asked(ids, 5) for _ in range(3)]
 
-    def fails_once(ids: Sequence[int], sequence: int = 0) -> Tensor:
+    def fails_once(ids: Sequence[int], sequence: int = 0, every: bool = False) -> Tensor:
         if prefilled:
             return prefill(ids, sequence)
         prefilled.append(0)

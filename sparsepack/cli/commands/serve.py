@@ -59,7 +59,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     callback=_template,
     help="A file with the template of chats, in place of the model's own.",
 )
-@options_from(ServeOptions, "--sequences", "--queue", "--prefix-cache", "--connections")
+@options_from(ServeOptions, "--strict", "--sequences", "--queue", "--prefix-cache", "--connections")
 @click.option(
     "--cors-origin",
     "cors_origins",

@@ -121,9 +121,10 @@ class OperationsDecoder:
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self.cache.set_rope(sequence, first, cos, sin)
 
-    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
+    def prefill(self, sequence: int, ids: Tensor, every: bool = False) -> Tensor:
         with torch_threads(self._threads):
-            return self._logits(self._run(ids, Mode.PREFILL, sequence)[-1:])[0]
+            hidden = self._run(ids, Mode.PREFILL, sequence)
+            return self._logits(hidden) if every else self._logits(hidden[-1:])[0]
 
     def prepare(self, sparse: bool) -> None:
         """Do nothing: steps on a processor compile no kernels and record no graph."""

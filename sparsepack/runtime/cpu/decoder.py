@@ -126,10 +126,10 @@ class NativeDecoder:
     def set_rope(self, sequence: int, first: int, cos: Tensor, sin: Tensor) -> None:
         self.cache.set_rope(sequence, first, cos, sin)
 
-    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
-        logits = torch.empty(1, self._vocabulary)
-        self.native.prefill(sequence, ids.numpy(), False, logits.numpy())
-        return logits[0]
+    def prefill(self, sequence: int, ids: Tensor, every: bool = False) -> Tensor:
+        logits = torch.empty(len(ids) if every else 1, self._vocabulary)
+        self.native.prefill(sequence, ids.numpy(), every, logits.numpy())
+        return logits if every else logits[0]
 
     def prepare(self, sparse: bool) -> None:
         """Do nothing: steps on a processor compile no kernels and record no graph."""

@@ -116,12 +116,12 @@ class Continuation:
         self, engine: Engine, tokenizer: Tokenizer, ids: Sequence[int], options: GenerateOptions, number: int = 0
     ) -> None:
         self.ids = list(ids)
-        self.sampler = Sampler(sampling_of(options, number), ids)
+        self._eos = {*options.stop_token_ids, *(() if options.ignore_eos else engine.architecture.eos)}
+        self.sampler = Sampler(sampling_of(options, number), ids, self._eos)
         self.tokens: list[int] = []
         self.reason = "" if options.tokens else "tokens"
         self.stop: str | None = None
         self._most, self._room = options.tokens, engine.context - len(ids) + 1  # the last token is never appended
-        self._eos = engine.architecture.eos
         self._stream, self._stops = TextStream(tokenizer, ids), StopText(options.stop)
         special = tokenizer.get_added_tokens_decoder() if options.stop else {}
         # Special tokens have no text of their own in the answer.
@@ -156,10 +156,13 @@ class Continuation:
             self._sent.append(piece)
         return piece
 
-    def taken_logprobs(self) -> tuple[TokenLogprob, ...]:
-        """The log-probabilities of the tokens made since the last call; empty where the options do not ask for them."""
+    def taken_logprobs(self, with_end: bool = False) -> tuple[TokenLogprob, ...]:
+        """The log-probabilities of the tokens made since the last call; empty where the options do not ask for them.
+
+        with_end -- that of the token that ended the text, too, which is none of its tokens
+        """
         taken = self.sampler.taken_logprobs()
-        return taken[:-1] if self.reason == "eos" else taken  # the end of the text is none of its tokens
+        return taken[:-1] if self.reason == "eos" and not with_end else taken
 
     def _end_where_stopped(self) -> None:
         if self._stops.found is not None:

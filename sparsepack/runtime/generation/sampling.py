@@ -4,7 +4,7 @@ Draw the next token on the device: the host need not wait for the logits.
 """
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,13 +35,25 @@ class Constraint(Protocol):
 class TokenLogprob:
     """How likely the model found a token, before temperature, penalties and constraint.
 
-    logprob -- the natural logarithm of the probability
+    logprob -- the natural logarithm of the probability; None: of the first token of a text, which nothing predicts
     top     -- the likeliest tokens in its place, each with its logarithm, the likeliest first
     """
 
     id: int
-    logprob: float
+    logprob: float | None
     top: tuple[tuple[int, float], ...]
+
+
+def token_logprobs(ids: Sequence[int], logits: Tensor, count: int) -> list[TokenLogprob]:
+    """Return how likely tokens were, and the `count` likeliest in the place of each.
+
+    logits -- [tokens, vocabulary], each row of the token before
+    """
+    found = logits.double().log_softmax(-1).clamp(min=LEAST_LOGPROB)
+    top = found.topk(min(count, found.shape[-1]))
+    own = found.gather(-1, torch.tensor(ids, device=found.device)[:, None])[:, 0]
+    rows = zip(ids, own.tolist(), top.indices.tolist(), top.values.tolist(), strict=True)
+    return [TokenLogprob(id, each, tuple(zip(likeliest, values, strict=True))) for id, each, likeliest, values in rows]
 
 
 @dataclass(frozen=True)
@@ -60,6 +72,7 @@ class Sampling:
     frequency_penalty -- what the logit of a token loses for each time that the token was chosen, as OpenAI defines it
     presence_penalty  -- what the logit of a token loses, once, where the token was chosen
     logit_bias  -- what the logit of a token gains: (id, bias) for each
+    min_tokens  -- before so many tokens none that ends the text is chosen, unless the constraint allows no other
     logprobs    -- how many of the likeliest tokens are told in each place, with how likely they are; None: nothing is
     constraint  -- makes what the text must keep to; None: nothing
 
@@ -76,6 +89,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
     logprobs: int | None = None
     constraint: Callable[[], Constraint] | None = None
 
@@ -107,20 +121,21 @@ class Sampling:
     def on_host(self) -> bool:
         """Whether every choice is `Sampler.choose`'s. A device knows temperature, top-k and top-p, but neither which
         tokens were there before, nor what else there is here."""
-        changes = (self.min_p, self.frequency_penalty, self.presence_penalty, self.logit_bias, self.constraint)
-        return self.repeats_less or any(changes) or self.logprobs is not None
+        changes = (self.min_p, self.frequency_penalty, self.presence_penalty, self.logit_bias, self.min_tokens)
+        return self.repeats_less or any(changes) or self.constraint is not None or self.logprobs is not None
 
 
 class Sampler:
     """Chooses tokens one after the other; the same logits and seed give the same tokens, on every device.
 
     before -- ids of the text so far, for the repeat penalty
+    ends   -- ids of the tokens that end the text, for `min_tokens`
 
     Where `sampling.on_host`, tokens that something else than `choose` chose are not counted.
     """
 
-    def __init__(self, sampling: Sampling, before: Iterable[int] = ()) -> None:
-        self.sampling = sampling
+    def __init__(self, sampling: Sampling, before: Iterable[int] = (), ends: Iterable[int] = ()) -> None:
+        self.sampling, self._ends = sampling, [*ends]
         self._generator = torch.Generator().manual_seed(sampling.seed)
         last = sampling.repeat_last_n
         self._recent = deque(before, maxlen=None if last < 0 else last)
@@ -164,6 +179,8 @@ class Sampler:
             logits = _added(logits, lost, -1)
         if how.logit_bias:
             logits = _added(logits, dict(how.logit_bias), 1)
+        if self._ends and self._made.total() < how.min_tokens:
+            logits = logits.index_fill(0, torch.tensor(self._ends), torch.finfo(logits.dtype).min)
         if self._constraint is not None:
             possible = logits.clamp(min=torch.finfo(logits.dtype).min)
             logits = possible.masked_fill(~self._constraint.allowed(), float("-inf"))
@@ -176,10 +193,7 @@ class Sampler:
         if self._constraint is not None:
             self._constraint.take(id)
         if self.sampling.logprobs is not None:
-            found = logits.log_softmax(0).clamp(min=LEAST_LOGPROB)
-            top = found.topk(min(self.sampling.logprobs, len(found)))
-            likeliest = tuple(zip(top.indices.tolist(), top.values.tolist(), strict=True))
-            self._logprobs.append(TokenLogprob(id, float(found[id]), likeliest))
+            self._logprobs += token_logprobs([id], logits[None], self.sampling.logprobs)
 
     def _chosen(self, logits: Tensor) -> int:
         best = logits.max()

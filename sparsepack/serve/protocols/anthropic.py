@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 
 from sparsepack.serve.answer import Choice, Json, Usage, server_sent
+from sparsepack.serve.liberal import unsupported
 from sparsepack.serve.protocols.parts import (
     AnswerPart,
     AsParts,
@@ -19,7 +20,7 @@ from sparsepack.serve.protocols.parts import (
 )
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, Count, read_request, unsupported
+from sparsepack.serve.schema import ChatRequest, Count, read_request
 
 if TYPE_CHECKING:
     from sparsepack.serve.app import Service
@@ -220,10 +221,11 @@ class MessagesRequest(ChatRequest):
 
 def read_messages(body: bytes, service: "Service", kind: type[Conversation] = MessagesBody) -> MessagesRequest:
     """Read a body as a chat. Raises `Refusal`."""
-    chat = read_request(kind, body).for_chat()
+    strict = service.options.strict
+    chat = read_request(kind, body, strict).for_chat()
     if chat.get("n") not in (None, 1):
         raise Refusal(400, "n: this protocol has one answer; leave it out", "n", "unsupported_value")
-    return read_request(MessagesRequest, json.dumps(chat).encode())
+    return read_request(MessagesRequest, json.dumps(chat).encode(), strict)
 
 
 def count_tokens(body: bytes, service: "Service") -> Json:

@@ -22,8 +22,8 @@ LogprobsFormatter = Callable[[Sequence[TokenLogprob]], dict[str, Any]]
 
 
 def completion_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
-    """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too. A token's offset
-    is the number of characters that are whole before it."""
+    """Lists of the same length, one element for each token. `top_logprobs` has the token itself, too; the first of a
+    prompt has none. A token's offset is the number of characters that are whole before it."""
     decoder, decoded = codecs.getincrementaldecoder("utf-8")(errors="replace"), 0
 
     def offset_of(token: TokenLogprob) -> int:
@@ -37,7 +37,9 @@ def completion_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
             "tokens": texts,
             "token_logprobs": [token.logprob for token in tokens],
             "top_logprobs": [
-                {_text(bytes_of(id)): logprob for id, logprob in ((token.id, token.logprob), *reversed(token.top))}
+                None
+                if token.logprob is None
+                else {_text(bytes_of(id)): logprob for id, logprob in ((token.id, token.logprob), *reversed(token.top))}
                 for token in tokens
             ],
             "text_offset": [offset_of(token) for token in tokens],
@@ -49,7 +51,7 @@ def completion_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
 def chat_logprobs(bytes_of: Bytes) -> LogprobsFormatter:
     """A record for each token."""
 
-    def entry(id: int, logprob: float) -> dict[str, Any]:
+    def entry(id: int, logprob: float | None) -> dict[str, Any]:
         found = bytes_of(id)
         return {"token": _text(found), "logprob": logprob, "bytes": list(found)}
 
@@ -241,10 +243,14 @@ OPENAI = ClientProtocol(
     endpoints=(
         Endpoint(
             "/v1/completions",
-            lambda body, service: read_request(CompletionRequest, body),
+            lambda body, service: read_request(CompletionRequest, body, service.options.strict),
             CompletionWriter,
             token_ids=True,
         ),
-        Endpoint("/v1/chat/completions", lambda body, service: read_request(ChatRequest, body), ChatWriter),
+        Endpoint(
+            "/v1/chat/completions",
+            lambda body, service: read_request(ChatRequest, body, service.options.strict),
+            ChatWriter,
+        ),
     ),
 )

@@ -9,6 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import from_json
 
 from sparsepack.serve.answer import Answer, Choice, Json, Usage, server_sent
+from sparsepack.serve.liberal import unsupported
 from sparsepack.serve.protocols.parts import (
     AnswerPart,
     AsParts,
@@ -21,7 +22,7 @@ from sparsepack.serve.protocols.parts import (
 )
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, Count, read_request, unsupported
+from sparsepack.serve.schema import ChatRequest, Count, read_request
 
 if TYPE_CHECKING:
     from sparsepack.serve.app import Service
@@ -232,12 +233,13 @@ class ResponsesRequest(ChatRequest):
 
 def read_responses(body: bytes, service: "Service") -> ResponsesRequest:
     """Read a body as a chat. Raises `Refusal`."""
-    given = read_request(ResponsesBody, body)
+    strict = service.options.strict
+    given = read_request(ResponsesBody, body, strict)
     previous = given.previous_response_id
     conversation = [] if previous is None else service.stored_responses.conversation(previous)
     for item in given.input:
         append_message(conversation, item.message())
-    request = read_request(ResponsesRequest, json.dumps(given.for_chat(conversation)).encode())
+    request = read_request(ResponsesRequest, json.dumps(given.for_chat(conversation)).encode(), strict)
     try:
         sent = from_json(body, allow_inf_nan=False)
     except ValueError as error:

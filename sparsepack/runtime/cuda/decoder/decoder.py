@@ -174,8 +174,12 @@ class CudaDecoder:
         with self._kernels.on_device(self._device):
             self._cache.set_rope(sequence, first, cos, sin)
 
-    def prefill(self, sequence: int, ids: Tensor) -> Tensor:
+    def prefill(self, sequence: int, ids: Tensor, every: bool = False) -> Tensor:
         with self._kernels.on_device(self._device):
+            if every:
+                each = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
+                self._prefill_every(sequence, ids, each)
+                return each
             for piece in self._prefill_pieces(ids):
                 hidden = self._dense(piece, sequence, last=True)
             logits = torch.empty_like(self._step.logits[:1])
@@ -187,6 +191,16 @@ class CudaDecoder:
             else:
                 product(self._model.output, reference.norm(hidden[-1:], norm, bias, a.norm_eps), logits)
         return logits[0]
+
+    def _prefill_every(self, sequence: int, ids: Tensor, logits: Tensor) -> None:
+        """Append ids to a sequence, dense, and write the logits after each: float32 [ids, vocabulary]."""
+        model, first = self._model, 0
+        for piece in self._prefill_pieces(ids):
+            hidden = self._dense(piece, sequence)
+            hidden = reference.norm(hidden, model.output_norm, model.output_norm_bias, model.architecture.norm_eps)
+            uncapped = self._kernels.matmul(model.output, hidden)
+            logits[first : first + len(piece)] = soft_capped(uncapped, model.architecture.logit_cap)
+            first += len(piece)
 
     def prepare(self, sparse: bool) -> None:
         if max(self._cache.lengths) < self._context and self._graph(sparse) is None:
@@ -231,14 +245,8 @@ class CudaDecoder:
 
     def _teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         logits = torch.empty(len(ids), self._step.logits.shape[1], device=self._device)
-        norm, a = self._model.output_norm, self._model.architecture
         with self._kernels.on_device(self._device):
-            first = 0
-            for piece in self._prefill_pieces(ids[:sparse_from]):
-                hidden = reference.norm(self._dense(piece, 0), norm, self._model.output_norm_bias, a.norm_eps)
-                uncapped = self._kernels.matmul(self._model.output, hidden)
-                logits[first : first + len(piece)] = soft_capped(uncapped, a.logit_cap)
-                first += len(piece)
+            self._prefill_every(0, ids[:sparse_from], logits)
             for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
                 self._append([id], sparse)
                 row.copy_(self._step.logits[0])
