@@ -170,7 +170,7 @@ def _forward(module: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: t
 def order_parameters(blocks: Iterable[nn.Module], family: Family) -> None:
     """Let stock blocks that hold parameters in another order have them, and compute with them, as those of other
     families: experts (`Experts.alternate`), and gated delta nets (`DeltaNetNames.grouped`). What these parameters held
-    is lost. Steps of state-space models get the limits that the family has."""
+    is lost. Steps of state-space models get the limits, and their norms the groups, that the family has."""
     experts, state = family.experts, family.delta_net
     limits = family.only.get(STEP_LIMITS)
     for block in blocks:
@@ -186,6 +186,20 @@ def order_parameters(blocks: Iterable[nn.Module], family: Family) -> None:
             mixer: Any = block.get_submodule(family.mamba.module)
             if hasattr(mixer, STEP_LIMITS):  # transformers 5.23 has time_step_min there, which training had not
                 setattr(mixer, STEP_LIMITS, tuple(limits))
+        if family.mamba is not None and family.mamba.norms:
+            state_space: Any = getattr(block, family.mamba.module, None)
+            norm = getattr(state_space, "norm", None)
+            # Granite's of transformers 5.17 norms all groups together, which mamba_ssm and later versions do not.
+            if norm is not None and not hasattr(norm, "group_size"):
+                norm.forward = partial(_norm_groups, norm, state_space.n_groups)
+
+
+def _norm_groups(norm: Any, groups: int, x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """The RMSNorm of each group of channels of x times the SiLU of the gate."""
+    gated = torch.unflatten(x.float() * functional.silu(gate.float()), -1, (groups, -1))
+    normed = functional.rms_norm(gated, gated.shape[-1:], eps=norm.variance_epsilon).flatten(-2)
+    weighted: torch.Tensor = norm.weight * normed.to(x.dtype)
+    return weighted
 
 
 def _order_delta_net(module: Any) -> None:
