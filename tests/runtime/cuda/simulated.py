@@ -104,7 +104,7 @@ class SimulatedKernels(kernel_set.Kernels):
     short_conv_prefill = staticmethod(short_conv.short_conv_prefill)
     post_norm = staticmethod(between.post_norm)
     layer_norm = staticmethod(between.layer_norm)
-    middle = staticmethod(between.middle)
+    activation_norm = staticmethod(between.activation_norm)
     norm_rows = staticmethod(between.norm_rows)
     norm_latents = staticmethod(between.norm_latents)
     join_latents = staticmethod(between.join_latents)

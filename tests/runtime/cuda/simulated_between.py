@@ -121,7 +121,7 @@ def layer_norm(x: Tensor, norm: tuple[Tensor, Tensor], eps: float, y: Tensor, *,
     write(y, reference.norm(x, *norm, eps))
 
 
-def middle(
+def activation_norm(
     x: Tensor,
     y: Tensor,
     *,

@@ -182,7 +182,7 @@ VARIANTS = {
         (f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}", f"SUMS={sums}")
         for rounds, flag, sums in ((1, 0, 1), (3, 1, 1), (6, 1, 1), (3, 1, 2), (2, 0, 2))
     ],
-    "middle": [
+    "activation_norm": [
         (f"ROUNDS={rounds}", f"FLAG_IN_DATA={flag}", f"MADE={made}", f"NORMED={normed}", "ACTIVATION=4")
         for rounds, flag, made, normed in ((7, 1, 0, 1), (7, 1, 1, 1), (2, 0, 1, 1), (21, 1, 2, 0))
     ],

@@ -51,8 +51,8 @@ class Buffers:
                heads together; None: it takes qkv
     latent  -- of models with latents, what stands between attn_in and attention; None: nothing
     layer_normed -- of models with LayerNorms, what attn_in and the MLP take; None: they take x and between
-    middle  -- what enters attn_out and mlp_mid, of models in which no product makes it of attn_output and mid; None: it
-               does
+    second_inputs -- what enters attn_out and mlp_mid, of models in which no product makes it of attn_output and mid;
+               None: it does
     updates -- of models with post norms, what attention and the MLP add before it is normed, and where experts are
                normed apart, what the shared ones make; None: it is not
     reset   -- name of a matrix -> the words that its product resets, as `kernels/common/flag_in_data.cuh` allows
@@ -76,7 +76,7 @@ class Buffers:
     normed: Tensor | None = None
     layer_normed: tuple[Tensor, Tensor] | None = None
     latent: LatentBuffers | None = None
-    middle: tuple[Tensor, Tensor] | None = None
+    second_inputs: tuple[Tensor, Tensor] | None = None
     flag_in_data: bool = False
     reset: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -148,7 +148,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
     of_between, of_y = _parts(model, 1, kernels)
     rows = _rows(model)
     centred = [a.hidden] * model.layer_norms
-    within = [a.intermediate] * model.middles
+    within = [a.intermediate] * model.activation_norms
     qkv_words, (qkv, *normed) = kernels.flag_in_data_buffers(
         [rows] * (1 + model.row_norms) + centred + _latent_widths(model), device
     )
@@ -157,7 +157,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
         [a.hidden, of_between, numbers, of_router, *[a.hidden] * _updates(model), *within, *centred], device
     )
     # What a layer takes and mixes, and what the next one does: in turns.
-    mixed = [heads] * (1 + model.middles)
+    mixed = [heads] * (1 + model.activation_norms)
     alternating = [kernels.flag_in_data_buffers([a.hidden, of_y, *mixed], device) for _ in range(2)]
     read_twice = torch.empty(a.hidden, device=device)  # in plain memory: attention and MLP both read it
     # In plain memory: what the last layer of a segment leaves, and that in the next segment's basis. (Each layer of
@@ -189,7 +189,7 @@ def single_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list
                 updates=tuple(updates[: _updates(model)]) if model.post_norms else None,
                 normed=normed[0] if model.row_norms else None,
                 layer_normed=(read_twice if model.parallel else normed[-1], updates[-1]) if model.layer_norms else None,
-                middle=(of_attention[0], updates[_updates(model)]) if model.middles else None,
+                second_inputs=(of_attention[0], updates[_updates(model)]) if model.activation_norms else None,
                 latent=_latent(model, normed),
                 flag_in_data=True,
                 reset=dict(zip(model.names, (inside, qkv_words, words), strict=False)),
@@ -275,7 +275,7 @@ def batch_buffers(model: CudaModel, embedded: Tensor, kernels: Kernels) -> list[
         normed=memory(rows) if model.row_norms else None,
         layer_normed=(memory(a.hidden), memory(a.hidden)) if model.layer_norms else None,
         latent=_latent(model, [memory(width) for width in _latent_widths(model)]),
-        middle=(memory(heads), memory(a.intermediate)) if model.middles else None,
+        second_inputs=(memory(heads), memory(a.intermediate)) if model.activation_norms else None,
     )
     ends, buffers = _ends_of_segments(model, kernels), []
     for number, layer in enumerate(model.layers):

@@ -123,10 +123,12 @@ class DenseMlp:
         inner = first_numbers(of.mid, self.numbers)  # of other blocks there may be twice as many, gate and up
         yield step.product("mlp_in", into, step.input, inner, activation=of_product)
         mid = Input(inner, eps=step.input.eps, flag_in_data=of.flag_in_data, gated=of_input, plain=plain)
-        if of.middle is not None:
+        if of.second_inputs is not None:
             width = self.sites["mlp_mid"].matrix.columns
-            made, rows = first_numbers(of.middle[1], width), of.middle[1].numel() // of.middle[1].shape[-1]
-            launch = partial(kernels.middle, inner.view(rows, -1), made.view(rows, -1), norm=self.norm, eps=self.eps)
+            memory = of.second_inputs[1]
+            made, rows = first_numbers(memory, width), memory.numel() // memory.shape[-1]
+            views = inner.view(rows, -1), made.view(rows, -1)
+            launch = partial(kernels.activation_norm, *views, norm=self.norm, eps=self.eps)
             how = {"xielu": self.xielu} if self.xielu is not None else {"activation": of_input}
             yield partial(launch, **how, flag_in_data=of.flag_in_data)
             mid = Input(made, eps=self.eps, flag_in_data=of.flag_in_data)

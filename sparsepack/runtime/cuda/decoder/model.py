@@ -146,7 +146,7 @@ class CudaModel:
         return any(block.layer_norms for block in self.architecture.blocks)
 
     @property
-    def middles(self) -> bool:
+    def activation_norms(self) -> bool:
         """Whether a kernel stands between products of an MLP."""
         return self.architecture.activation == XIELU or any(block.sub_norms for block in self.architecture.blocks)
 

@@ -110,11 +110,11 @@ class Step:
             yield product("attn_in", layer.attention["attn_in"], x, of.qkv)
             yield from mixer.step(MixerStep(of, x, product, partial(self._active, number), sparse))
             attended = Input(of.attn_output, eps=eps, flag_in_data=of.flag_in_data and mixer.flag_in_data)
-            if layer.sub_norm is not None and of.middle is not None:
-                rows = of.attn_output.view(sequences, -1), of.middle[0].view(sequences, -1)
-                launch = partial(self._kernels.middle, *rows, norm=layer.sub_norm, eps=eps)
+            if layer.sub_norm is not None and of.second_inputs is not None:
+                rows = of.attn_output.view(sequences, -1), of.second_inputs[0].view(sequences, -1)
+                launch = partial(self._kernels.activation_norm, *rows, norm=layer.sub_norm, eps=eps)
                 yield partial(launch, flag_in_data=attended.flag_in_data)
-                attended = Input(of.middle[0], eps=eps, flag_in_data=of.flag_in_data)
+                attended = Input(of.second_inputs[0], eps=eps, flag_in_data=of.flag_in_data)
             add = partial(product, "attn_out", layer.attention["attn_out"], attended)
         between_squares = None if layer.mlp_norm is None else of.between_squares
         flag_of_between = flag_of_x if mixer is None else of.flag_in_data

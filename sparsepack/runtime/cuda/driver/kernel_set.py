@@ -88,7 +88,7 @@ class Kernels:
     post_norm = staticmethod(dense.post_norm)
     layer_norm = staticmethod(dense.layer_norm)
     gate_inputs = staticmethod(dense.gate_inputs)
-    middle = staticmethod(dense.middle)
+    activation_norm = staticmethod(dense.activation_norm)
     norm_rows = staticmethod(dense.norm_rows)
     norm_latents = staticmethod(dense.norm_latents)
     join_latents = staticmethod(latents.join_latents)

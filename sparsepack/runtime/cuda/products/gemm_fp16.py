@@ -366,7 +366,7 @@ def gate_inputs(gates: Tensor, inputs: Tensor, activation: int, y: Tensor) -> No
         )
 
 
-def middle(
+def activation_norm(
     x: Tensor,
     y: Tensor,
     *,
@@ -398,7 +398,7 @@ def middle(
         *(f"MADE={made}", f"NORMED={int(norm is not None)}", f"ACTIVATION={activation or 0}"),
     )
     launch(
-        kernel("middle", "middle", defines, x.device.index or 0),
+        kernel("activation_norm", "activation_norm", defines, x.device.index or 0),
         (rows,),
         NORM_THREADS,
         *(x, norm, xielu, width, float(eps), y),

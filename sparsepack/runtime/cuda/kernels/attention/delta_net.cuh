@@ -4,11 +4,10 @@
 //     rows      | q of all key heads | k of them | v of all value heads |  gates of the output of all value heads  |
 //               |  the channels of the convolution                      |
 //
-// Macros: those of state_heads.cuh and causal_convolution.cuh
+// Macros: those of state_heads.cuh
 
 #pragma once
 
-#include "attention/causal_convolution.cuh"
 #include "attention/state_heads.cuh"
 #include "common/flag_in_data.cuh"
 #include "common/fold.cuh"

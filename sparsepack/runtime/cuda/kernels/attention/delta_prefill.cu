@@ -44,16 +44,8 @@ extern "C" __global__ void __launch_bounds__(256)
 #pragma unroll
         for (int i = 0; i < LANE_CHANNELS; ++i) {
             const int c = channel + lane + 32 * i;
-            y[i] = 0;
-            if (lane + 32 * i >= dim) continue;
-#pragma unroll
-            for (int t = 0; t < TAPS; ++t) {
-                const int s = row - (TAPS - 1) + t, p = first + s;
-                if (p < 0) continue;
-                const float x = s >= 0 ? product.at(s, c) : load_l2(inputs + input_place(p, c, of.channels()));
-                y[i] += x * taps[c * TAPS + t];
-            }
-            y[i] = silu(y[i]);
+            const bool is = lane + 32 * i < dim;
+            y[i] = is ? silu(convolved(product, inputs, taps, row, first, 0, c, of.channels())) : 0;
         }
     };
     const auto keep = [&](const float (&y)[LANE_CHANNELS], int channel, int dim, float scale) {
@@ -87,12 +79,8 @@ extern "C" __global__ void __launch_bounds__(256)
     const ProductRows product{sums, factor, inverse, bias, of.width()};
     launch_dependents();
     wait_for_previous();
-    const int count = counted_of(gridDim.x, counted);
-    if (row >= count - TAPS && row < count) {
-        float* kept = inputs + (u64)((first + row) % TAPS) * of.channels();
-        for (int c = blockIdx.y * 256 + threadIdx.x; c < of.channels(); c += gridDim.y * 256)
-            kept[c] = product.at(row, c);
-    }
+    keep_inputs(product, inputs, row, counted_of(gridDim.x, counted), first, 0, of.channels(),
+                blockIdx.y * 256 + threadIdx.x, gridDim.y * 256);
     if (head >= heads) return;
     out += ((u64)row * heads + head) * VALUE_DIM;
     constexpr int EACH = (VALUE_DIM + 31) / 32;

@@ -5,8 +5,8 @@
 //     rows  ->  convolution, silu  ->  q and k of length 1  ->  delta rule  ->  RMSNorm, silu(gate) *  ->  out
 //     out       float32 [B, value heads, VALUE_DIM]
 //
-// Launch: grid (value heads, B), WARPS warps a block: a block has a head's whole state in its registers, which come while
-// attn_in still computes, as do the products that give beta and decay. A warp has COLUMNS columns of the state.
+// Launch: grid (value heads, B), WARPS warps a block: a head's state (state_heads.cuh) comes while attn_in
+// still computes, as do the products that give beta and decay.
 //
 // Where rows have their flag in the data, an earlier kernel than the one that writes them wrote the position; and where
 // x has none, that kernel waited for who wrote x (common/flag_in_data.cuh).
@@ -22,8 +22,7 @@
 #define X_IN_DATA 1
 #endif
 
-static constexpr int WARPS = 16, THREADS = WARPS * 32;
-static constexpr int COLUMNS = (VALUE_DIM + WARPS - 1) / WARPS;
+static constexpr int WARPS = STEP_WARPS, THREADS = STEP_THREADS;
 static constexpr int EACH = (NUMBERS + THREADS - 1) / THREADS;  // numbers of a thread
 static_assert(2 * COLUMNS <= 32, "a lane has one sum");
 
@@ -43,17 +42,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!FLAG_IN_DATA) wait_for_previous();
     const int position = load_l2(positions + b);
 
-    const u64 half = (u64)gridDim.y * of.heads, own = (u64)b * of.heads + head;
-    const float* before = state + ((position & 1) * half + own) * VALUE_DIM * KEY_DIM;
-    float* after = state + (((position + 1) & 1) * half + own) * VALUE_DIM * KEY_DIM;
+    const u64 own = (u64)b * of.heads + head;
     float s[COLUMNS][LANE_KEYS];
-    const auto column_of = [&](int c) { return warp * COLUMNS + c; };
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-#pragma unroll
-        for (int i = 0; i < LANE_KEYS; ++i) s[c][i] = 0;
-        if (position && column_of(c) < VALUE_DIM) load_keys_l2(s[c], before + column_of(c) * KEY_DIM);
-    }
+    load_state(s, state, position);
 
     // Of the convolution all but the position itself.
     const auto number = [&](int e) { return (int)threadIdx.x + e * THREADS; };
@@ -79,12 +70,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         of_decay[r] = k < hidden ? weight * gates[(u64)(of.heads + head) * hidden + k] : 0;
     }
     const auto from = [&](int r) { return column(r) < hidden ? x + column(r) : nullptr; };
-    if (X_IN_DATA) {
-        ll_wait(v, from);
-    } else {
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) v[r] = from(r) ? load_l2(from(r)) : 0;
-    }
+    ll_receive<X_IN_DATA>(v, from);
     float squares = 0, beta = 0, decay = 0;
 #pragma unroll
     for (int r = 0; r < ROUNDS; ++r) squares += v[r] * v[r], beta += v[r] * of_beta[r], decay += v[r] * of_decay[r];
@@ -94,12 +80,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // The position itself.
     float value[EACH];
     const auto of_row = [&](int e) { return number(e) < NUMBERS ? rows + of.place(head, number(e)) : nullptr; };
-    if (FLAG_IN_DATA) {
-        ll_wait(value, of_row);
-    } else {
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) value[e] = of_row(e) ? load_l2(of_row(e)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(value, of_row);
     launch_dependents();  // not before: see common/flag_in_data.cuh
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
@@ -113,10 +94,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     decay = decay_of(whole(2) * scale + dt_bias[head], rate[head]);
 
     float q[LANE_KEYS], k[LANE_KEYS], qq = 0, kk = 0, qk = 0;
-    const auto load4 = [](const float4* p) { return *p; };
-    const auto load = [](const float* p) { return *p; };
-    load_keys(q, numbers, load4, load);
-    load_keys(k, numbers + KEY_DIM, load4, load);
+    load_keys_shared(q, numbers);
+    load_keys_shared(k, numbers + KEY_DIM);
 #pragma unroll
     for (int i = 0; i < LANE_KEYS; ++i) qq += q[i] * q[i], kk += k[i] * k[i], qk += q[i] * k[i];
     const float of_q = rsqrtf(warp_sum(qq) + L2_EPS) * rsqrtf((float)KEY_DIM), of_k = rsqrtf(warp_sum(kk) + L2_EPS);
@@ -145,9 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int c = threadIdx.x; c < VALUE_DIM; c += THREADS)
         ll_store(out + own * VALUE_DIM + c, results[c] * normed * out_norm[c] * silu(numbers[CONVOLVED + c]));
 
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c)
-        if (column_of(c) < VALUE_DIM) store_keys(after + column_of(c) * KEY_DIM, s[c]);
+    store_state(state, position, s);
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
         // Of queries and keys by the first of the heads that have them.

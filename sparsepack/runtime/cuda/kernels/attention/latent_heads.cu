@@ -53,11 +53,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!FLAG_IN_DATA) wait_for_previous();
     const float* from = column < 0 ? nullptr : of.sums + (u64)row * of.pitch + column;
     float v[1];
-    if (FLAG_IN_DATA) {
-        ll_wait(v, [&](int) { return from; });
-    } else {
-        v[0] = from ? load_l2(from) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(v, [&](int) { return from; });
     launch_dependents();  // not before: see common/flag_in_data.cuh
     if (from && of.factor) v[0] *= load_l2(of.factor + row) * of.inverse;
     if (from && of.bias) v[0] += of.bias[column];

@@ -39,12 +39,7 @@ __device__ __forceinline__ void receive(float* to, const float* from) {
         const int c = i * THREADS + (int)threadIdx.x;
         return c < COUNT ? from + c : nullptr;
     };
-    if (FLAG_IN_DATA) {
-        ll_wait(v, at);
-    } else {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) v[i] = at(i) ? load_l2(at(i)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(v, at);
 #pragma unroll
     for (int i = 0; i < EACH; ++i)
         if (at(i)) to[i * THREADS + threadIdx.x] = v[i];
@@ -87,11 +82,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (is_key) {
         float v[1];
         const auto at = [&](int) { return real ? latents + (u64)b * RANK + column : nullptr; };
-        if (FLAG_IN_DATA) {
-            ll_wait(v, at);
-        } else {
-            v[0] = at(0) ? load_l2(at(0)) : 0;
-        }
+        ll_receive<FLAG_IN_DATA>(v, at);
         value = v[0];
     } else if (real) {
 #pragma unroll

@@ -7,11 +7,10 @@
 //
 // The output is normed by groups of GROUP channels, after its gates.
 //
-// Macros: those of state_heads.cuh and causal_convolution.cuh; GROUP
+// Macros: those of state_heads.cuh; GROUP
 
 #pragma once
 
-#include "attention/causal_convolution.cuh"
 #include "attention/state_heads.cuh"
 #include "common/block_sum.cuh"
 

@@ -32,14 +32,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
         factors[0] = d, factors[heads] = expf(-rate[head] * d);
         return;
     }
-    float sum = conv_bias[c];
-#pragma unroll
-    for (int t = 0; t < TAPS; ++t) {
-        const int s = row - (TAPS - 1) + t, p = first + s;
-        if (p < 0) continue;
-        sum += (s >= 0 ? product.at(s, of.inner() + c) : load_l2(inputs + input_place(p, c, of.channels()))) *
-               taps[c * TAPS + t];
-    }
+    const float sum = conv_bias[c] + convolved(product, inputs, taps, row, first, of.inner(), c, of.channels());
     mixed[(u64)row * of.channels() + of.mixed_place(c)] = silu(sum);
 }
 
@@ -54,12 +47,8 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     const ProductRows product{sums, factor, inverse, bias, of.width()};
     launch_dependents();
     wait_for_previous();
-    const int count = counted_of(gridDim.x, counted);
-    if (row >= count - TAPS && row < count) {
-        float* kept = inputs + (u64)((first + row) % TAPS) * of.channels();
-        for (int c = blockIdx.y * NORM_THREADS + threadIdx.x; c < of.channels(); c += gridDim.y * NORM_THREADS)
-            kept[c] = product.at(row, of.inner() + c);
-    }
+    keep_inputs(product, inputs, row, counted_of(gridDim.x, counted), first, of.inner(), of.channels(),
+                blockIdx.y * NORM_THREADS + threadIdx.x, gridDim.y * NORM_THREADS);
     out += (u64)row * of.inner();
     mixed += (u64)row * of.channels() + of.mixed_place(0);
     const auto channel = [&](int i) { return group + (int)threadIdx.x + i * NORM_THREADS; };

@@ -5,8 +5,8 @@
 //
 // y is words with their flag in the data that these two alone have: mamba_norm resets them.
 //
-// Launch: mamba_step: grid (heads, B), WARPS warps a block: a block has a head's whole state in its registers, which comes
-//             while attn_in still computes. A warp has COLUMNS columns of it.
+// Launch: mamba_step: grid (heads, B), WARPS warps a block: a head's state (state_heads.cuh) comes
+//             while attn_in still computes
 //         mamba_norm: grid (groups of channels, B)
 //
 // Where rows have their flag in the data, an earlier kernel than the one that writes them wrote the position
@@ -23,22 +23,10 @@
 #define FLAG_IN_DATA 1
 #endif
 
-static constexpr int WARPS = 16, THREADS = WARPS * 32;
-static constexpr int COLUMNS = (VALUE_DIM + WARPS - 1) / WARPS;
+static constexpr int WARPS = STEP_WARPS, THREADS = STEP_THREADS;
 static constexpr int NUMBERS = CONVOLVED + 1;                   // the last is dt
 static constexpr int EACH = (NUMBERS + THREADS - 1) / THREADS;  // numbers of a thread
 static_assert(COLUMNS <= 32, "a lane has one sum");
-
-// COUNT numbers that at(i) is the place of, or null for 0.
-template <int COUNT, typename At>
-__device__ __forceinline__ void receive(float (&values)[COUNT], At at) {
-    if (FLAG_IN_DATA) {
-        ll_wait(values, at);
-    } else {
-#pragma unroll
-        for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? load_l2(at(i)) : 0;
-    }
-}
 
 // taps  float32 [channels, TAPS], the last one is of the position itself; conv_bias [channels]
 // rate, dt_bias, skip  float32 [heads]
@@ -53,17 +41,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!FLAG_IN_DATA) wait_for_previous();
     const int position = load_l2(positions + b);
 
-    const u64 half = (u64)gridDim.y * of.heads, own = (u64)b * of.heads + head;
-    const float* before = state + ((position & 1) * half + own) * VALUE_DIM * KEY_DIM;
-    float* after = state + (((position + 1) & 1) * half + own) * VALUE_DIM * KEY_DIM;
+    const u64 own = (u64)b * of.heads + head;
     float s[COLUMNS][LANE_KEYS];
-    const auto column_of = [&](int c) { return warp * COLUMNS + c; };
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c) {
-#pragma unroll
-        for (int i = 0; i < LANE_KEYS; ++i) s[c][i] = 0;
-        if (position && column_of(c) < VALUE_DIM) load_keys_l2(s[c], before + column_of(c) * KEY_DIM);
-    }
+    load_state(s, state, position);
 
     // Of the convolution all but the position itself.
     const auto number = [&](int e) { return (int)threadIdx.x + e * THREADS; };
@@ -79,7 +59,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 
     // The position itself.
     float value[EACH];
-    receive(value, [&](int e) {
+    ll_receive<FLAG_IN_DATA>(value, [&](int e) {
         const int n = number(e);
         return n < CONVOLVED ? rows + of.channel(head, n) : n < NUMBERS ? rows + of.channels() + head : nullptr;
     });
@@ -92,10 +72,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     launch_dependents();  // not before, nor by threads without a number: see common/flag_in_data.cuh
     const float d = softplus(numbers[CONVOLVED] + dt_bias[head]), decay = expf(-rate[head] * d);
     float q[LANE_KEYS], k[LANE_KEYS], qk = 0;
-    const auto load4 = [](const float4* p) { return *p; };
-    const auto load = [](const float* p) { return *p; };
-    load_keys(q, numbers, load4, load);
-    load_keys(k, numbers + KEY_DIM, load4, load);
+    load_keys_shared(q, numbers);
+    load_keys_shared(k, numbers + KEY_DIM);
 #pragma unroll
     for (int i = 0; i < LANE_KEYS; ++i) qk += q[i] * k[i];
     qk = warp_sum(qk);
@@ -123,9 +101,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
     for (int c = threadIdx.x; c < VALUE_DIM; c += THREADS) ll_store(y + own * VALUE_DIM + c, results[c]);
 
-#pragma unroll
-    for (int c = 0; c < COLUMNS; ++c)
-        if (column_of(c) < VALUE_DIM) store_keys(after + column_of(c) * KEY_DIM, s[c]);
+    store_state(state, position, s);
 #pragma unroll
     for (int e = 0; e < EACH; ++e) {
         // Of B and C by the first of the heads that have them.
@@ -145,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(NORM_THREADS)
     if (!FLAG_IN_DATA) wait_for_previous();
 #pragma unroll
     for (int i = 0; i < OF_THREAD; ++i) weight[i] = number(i) < GROUP ? norm[first + number(i)] : 0;
-    receive(values, [&](int i) -> const float* {
+    ll_receive<FLAG_IN_DATA>(values, [&](int i) -> const float* {
         const int n = number(i % OF_THREAD);
         return n >= GROUP ? nullptr : i < OF_THREAD ? y + own + n : rows + (u64)b * width + first + n;
     });

@@ -34,12 +34,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const float last_tap = real ? taps[c * TAPS + TAPS - 1] : 0;
     float of_row[3];
     const auto at = [&](int i) { return real ? rows + (u64)i * channels : nullptr; };
-    if (FLAG_IN_DATA) {
-        ll_wait(of_row, at);
-    } else {
-#pragma unroll
-        for (int i = 0; i < 3; ++i) of_row[i] = at(i) ? load_l2(at(i)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(of_row, at);
     launch_dependents();                    // not before: see common/flag_in_data.cuh
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
     if (!real) return;

@@ -74,6 +74,17 @@ __device__ __forceinline__ void ll_wait(float (&values)[COUNT], At at) {
     } while (missing);
 }
 
+// The same of values that, unless FLAGGED, a kernel that has ended left in plain memory.
+template <bool FLAGGED, int COUNT, typename At>
+__device__ __forceinline__ void ll_receive(float (&values)[COUNT], At at) {
+    if constexpr (FLAGGED) {
+        ll_wait(values, at);
+    } else {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? load_l2(at(i)) : 0;
+    }
+}
+
 // Reset words that nobody reads any more, by thread `number` of `all`.
 __device__ __forceinline__ void ll_reset(u32* words, int count, int number, int all) {
 #pragma unroll 1

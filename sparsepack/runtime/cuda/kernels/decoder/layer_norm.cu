@@ -31,12 +31,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (!FLAG_IN_DATA) wait_for_previous();
     const auto from = [&](int r) { return column(r) < width ? x + at + column(r) : nullptr; };
-    if (FLAG_IN_DATA) {
-        ll_wait(v, from);
-    } else {
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) v[r] = from(r) ? load_l2(from(r)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(v, from);
     launch_dependents();  // not before: see common/flag_in_data.cuh
     float sum = 0;
 #pragma unroll

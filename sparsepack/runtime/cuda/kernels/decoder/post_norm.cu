@@ -42,12 +42,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if (!FLAG_IN_DATA) wait_for_previous();
     const auto receive = [&](const float* all, float (&x)[ROUNDS]) {
         const auto from = [&](int r) { return column(r) < width ? all + at + column(r) : nullptr; };
-        if (FLAG_IN_DATA) {
-            ll_wait(x, from);
-        } else {
-#pragma unroll
-            for (int r = 0; r < ROUNDS; ++r) x[r] = from(r) ? load_l2(from(r)) : 0;
-        }
+        ll_receive<FLAG_IN_DATA>(x, from);
     };
     receive(update, v);
 #if SUMS > 1

@@ -38,12 +38,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int r = 0; r < ROUNDS; ++r) weight[r] = norm && column(r) < width ? norm[column(r)] : 1;
     if (!FLAG_IN_DATA) wait_for_previous();
     const auto from = [&](int r) { return column(r) < width ? x + at + column(r) : nullptr; };
-    if (FLAG_IN_DATA) {
-        ll_wait(v, from);
-    } else {
-#pragma unroll
-        for (int r = 0; r < ROUNDS; ++r) v[r] = from(r) ? load_l2(from(r)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(v, from);
     launch_dependents();  // not before: see common/flag_in_data.cuh
     const float scale = factor ? load_l2(factor + blockIdx.y) * inverse : inverse;
     float sum = 0;

@@ -34,17 +34,6 @@
 
 static constexpr int THREADS = 512, WARPS = 16;
 
-// COUNT values, asked for together.
-template <int COUNT, typename At>
-__device__ __forceinline__ void read(float (&values)[COUNT], At at) {
-    if (FLAG_IN_DATA) {
-        ll_wait(values, at);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? load_l2(at(i)) : 0;
-}
-
 // How many of the offloaded neurons the GPU reads itself: `over_the_bus` of placement/machine.py. costs: seconds a neuron
 // from slots, over the bus, and by the processor; seconds of a round through the mailbox.
 __device__ __forceinline__ int over_the_bus(int resident, int offloaded, const double* costs) {
@@ -94,7 +83,7 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
 #pragma unroll 1
         for (int begin = threadIdx.x; begin < hidden; begin += 4 * THREADS) {
             float v[4];
-            read(v, [&](int i) {
+            ll_receive<FLAG_IN_DATA>(v, [&](int i) {
                 const int k = begin + i * THREADS;
                 return k < hidden ? x + b * hidden + k : nullptr;
             });
@@ -107,7 +96,8 @@ extern "C" __global__ void OF_CLUSTER __launch_bounds__(THREADS)
     float gate[INPUTS][ROUNDS];
 #pragma unroll
     for (int b = 0; b < INPUTS; ++b)
-        read(gate[b], [&](int r) { return neuron(r) < neurons ? gates + b * neurons + neuron(r) : nullptr; });
+        ll_receive<FLAG_IN_DATA>(
+            gate[b], [&](int r) { return neuron(r) < neurons ? gates + b * neurons + neuron(r) : nullptr; });
     if (FLAG_IN_DATA) wait_for_previous();  // nothing is written before
 
     const int step = DIVIDED ? begins ? next_number(load_l2(number)) : load_l2(number) : 0;

@@ -116,23 +116,14 @@ __device__ __forceinline__ Chosen choose(const float* logits, const float* corre
         if (!SHARED_GATE) return {EXPERTS + slot - CHOSEN, 1};
         float of_all[1];
         const auto last = [&](int) { return logits + EXPERTS; };
-        if (FLAG_IN_DATA) {
-            ll_wait(of_all, last);
-        } else {
-            of_all[0] = load_l2(last(0));
-        }
+        ll_receive<FLAG_IN_DATA>(of_all, last);
         return {EXPERTS + slot - CHOSEN, 1 / (1 + expf(-of_all[0]))};
     }
     constexpr int EACH = EACH_LANE;
     const int lane = threadIdx.x % 32;
     const auto at = [&](int i) { return i * 32 + lane < EXPERTS ? logits + i * 32 + lane : nullptr; };
     float logit[EACH];
-    if (FLAG_IN_DATA) {
-        ll_wait(logit, at);
-    } else {
-#pragma unroll
-        for (int i = 0; i < EACH; ++i) logit[i] = at(i) ? load_l2(at(i)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(logit, at);
     u32 left[EACH];  // 0: not there, or chosen already
 #pragma unroll
     for (int i = 0; i < EACH; ++i) {

@@ -37,13 +37,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (i < ROUNDS) return k < hidden ? x + (u64)input * hidden + k : nullptr;
         return part < parts ? squares + input * parts + part : nullptr;
     };
-    if (FLAG_IN_DATA) {
-        ll_wait(values, at);
-    } else {
-        wait_for_previous();
-#pragma unroll
-        for (int i = 0; i < ROUNDS + PARTS; ++i) values[i] = at(i) ? load_l2(at(i)) : 0;
-    }
+    if (!FLAG_IN_DATA) wait_for_previous();
+    ll_receive<FLAG_IN_DATA>(values, at);
     launch_dependents();  // not before: see common/flag_in_data.cuh
     float product = 0, square = 0;
 #pragma unroll

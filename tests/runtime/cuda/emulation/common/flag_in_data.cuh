@@ -13,3 +13,8 @@ template <int COUNT, typename At>
 inline void ll_wait(float (&values)[COUNT], At at) {
     for (int i = 0; i < COUNT; ++i) values[i] = at(i) ? *at(i) : 0;
 }
+
+template <bool FLAGGED, int COUNT, typename At>
+inline void ll_receive(float (&values)[COUNT], At at) {
+    ll_wait(values, at);
+}

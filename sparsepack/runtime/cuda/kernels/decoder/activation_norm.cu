@@ -31,7 +31,7 @@ static constexpr int THREADS = 1024, WARPS = THREADS / 32, EACH = MADE == 1 ? 2 
 
 // weight: float32 [width], or null
 extern "C" __global__ void __launch_bounds__(THREADS)
-    middle(const float* x, const float* weight, const float* coefficients, int width, float eps, float* y) {
+    activation_norm(const float* x, const float* weight, const float* coefficients, int width, float eps, float* y) {
     __shared__ float scratch[WARPS];
     const auto column = [](int r) { return r * THREADS + (int)threadIdx.x; };
     const u64 at = (u64)blockIdx.x * width;
@@ -45,12 +45,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const int c = column(i % ROUNDS);
         return c < width ? x + EACH * at + (i / ROUNDS) * width + c : nullptr;
     };
-    if (FLAG_IN_DATA) {
-        ll_wait(v, from);
-    } else {
-#pragma unroll
-        for (int i = 0; i < EACH * ROUNDS; ++i) v[i] = from(i) ? load_l2(from(i)) : 0;
-    }
+    ll_receive<FLAG_IN_DATA>(v, from);
     launch_dependents();  // not before: see common/flag_in_data.cuh
     float sum = 0;
 #pragma unroll
