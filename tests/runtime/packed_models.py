@@ -280,12 +280,16 @@ def stock_logits(model: Any, packed: PackedModel, ids: list[int], sparse_from: i
         return model(torch.tensor([ids])).logits[0], watch
 
 
+MARGIN = 0.03
+"""How near a score comes to a threshold of `with_rules`: ten times as far as rounding moves it, and near enough that a
+threshold that is 5 % off is noticed."""
+
+
 def with_rules(packed: PackedModel, model: Any, ids: list[int], starts: list[int], seed: int = 0) -> PackedModel:
     """The model with a rule at every site but one, about half of the channels active on `ids`.
 
-    Kinds alternate: a scalar threshold, a threshold per channel, either with an offset. Each threshold lies amid a
-    gap of the scores that the stock model really has, sparse from any of `starts`, so that the last bit of an input
-    never decides.
+    Kinds alternate: a scalar threshold, a threshold per channel, either with an offset. Each channel's threshold lies
+    in a gap of the scores that the stock model really has, sparse from any of `starts`, so that rounding never decides.
     """
     generator = torch.Generator().manual_seed(seed)
     for layer in range(len(packed.layers)):
@@ -294,17 +298,41 @@ def with_rules(packed: PackedModel, model: Any, ids: list[int], starts: list[int
                 continue
             kind = layer + number
             seen = [stock_logits(model, packed, ids, start)[1].inputs[layer, site] for start in starts]
-            x = torch.cat(seen)  # [positions, columns]
-            of_experts = isinstance(packed.layers[layer].mlp, ExpertMlp)
-            fixed = of_experts and site in MLP_SITES  # experts have no offsets
-            shift = kind % 3 == 1 and not fixed
-            offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if shift else None
-            d = x if offset is None else x - offset
-            cost = 0.5 + torch.rand(x.shape[-1], generator=generator) if kind % 2 else torch.ones(())
-            # Models with experts have many scores, so that gaps are narrow.
-            rule = SiteRule(_amid_a_gap(d.abs() * cost, 25 if of_experts else 5) / cost, offset)
+            x = torch.cat(seen).flatten(0, -2)  # [positions, columns]
+            fixed = isinstance(packed.layers[layer].mlp, ExpertMlp) and site in MLP_SITES  # experts have no offsets
+            if kind == 0:  # before any product, so that a narrow gap does
+                rule = SiteRule(_amid_gaps(x.abs().reshape(-1, 1))[0])
+            elif kind % 2 == 0 and not fixed:
+                rule = _scalar_rule(x)
+            else:
+                shift = kind % 3 == 1 and not fixed
+                offset = x.mean(0) + 0.1 * torch.randn(x.shape[1], generator=generator) if shift else None
+                rule = SiteRule(_amid_gaps((x if offset is None else x - offset).abs()), offset)
             packed = _with_rule(packed, layer, site, rule)
     return packed
+
+
+def _amid_gaps(scores: Tensor) -> Tensor:
+    """Of each column of scores [positions, columns] a threshold, in the widest gap between neighbours near the median:
+    of every second column at its upper end, else at its lower one, `MARGIN` or half of the gap away."""
+    ordered = scores.sort(0).values
+    middle = ordered[len(ordered) * 3 // 10 : len(ordered) * 7 // 10 + 2]
+    widest = middle.diff(dim=0).argmax(0, keepdim=True)
+    below, above = middle.gather(0, widest)[0], middle.gather(0, widest + 1)[0]
+    near = torch.minimum(MARGIN * above, (above - below) / 2)
+    return torch.where(torch.arange(scores.shape[1]) % 2 == 0, above - near, below + near)
+
+
+def _scalar_rule(x: Tensor) -> SiteRule:
+    """One threshold for all columns of x [positions, columns], with offsets by which each column's nearest score is
+    just `MARGIN` away, or as far as it can be."""
+    mean = x.mean(0)
+    threshold = (x - mean).abs().median()
+    tried = mean + threshold * torch.linspace(-0.5, 0.5, 65)[:, None]  # [65, columns]
+    distances = torch.stack([((x - offset).abs() - threshold).abs().amin(0) for offset in tried])
+    beyond = distances.where(distances >= MARGIN * threshold, torch.inf)
+    best = torch.where(beyond.isinf().all(0), distances.argmax(0), beyond.argmin(0))
+    return SiteRule(threshold, tried.gather(0, best[None])[0])
 
 
 def with_levels(packed: PackedModel, seed: int = 0) -> PackedModel:
@@ -322,14 +350,6 @@ def with_levels(packed: PackedModel, seed: int = 0) -> PackedModel:
             steps = 0.2 + torch.rand(len(site.matrix.levels), generator=generator).sort().values
             packed = _with_rule(packed, layer, name, SiteRule(threshold, steps=steps))
     return packed
-
-
-def _amid_a_gap(scores: Tensor, near: int) -> Tensor:
-    """So many hundredths of the scores or fewer from the median, the middle of the widest gap between neighbours."""
-    ordered = scores.flatten().sort().values
-    middle = ordered[len(ordered) * (50 - near) // 100 : len(ordered) * (50 + near) // 100 + 2]
-    widest = int(middle.diff().argmax())
-    return (middle[widest] + middle[widest + 1]) / 2
 
 
 def _with_rule(packed: PackedModel, layer: int, site: str, rule: SiteRule) -> PackedModel:

@@ -9,6 +9,7 @@ import torch
 from backends import SHARE, TOLERANCE, engine_of, every_backend, largest_difference
 from model_table import VARIANTS
 from packed_models import random_model, stock_logits, stock_model, with_rules, with_sites
+from rounding import check_logits
 from torch import Tensor
 
 from sparsepack.errors import UserError
@@ -45,19 +46,20 @@ def expected_logits(variant: str, start: int) -> Tensor:
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_dense_logits_are_the_stock_models(backend: str, variant: str) -> None:
     packed, expected = models(variant)[0], expected_logits(variant, len(IDS))
-    assert largest_difference(engine_of(packed, backend).teacher_forced(IDS, len(IDS)), expected) < TOLERANCE[backend]
-    assert (
-        largest_difference(engine_of(packed, backend, dense=True).teacher_forced(IDS, 4), expected) < TOLERANCE[backend]
-    )
+    found = engine_of(packed, backend).teacher_forced(IDS, len(IDS))
+    check_logits(found, expected, backend, packed, IDS, len(IDS))
+    found = engine_of(packed, backend, dense=True).teacher_forced(IDS, 4)
+    check_logits(found, expected, backend, packed, IDS, len(IDS))
 
 
 @every_backend
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_sparse_logits_are_those_of_the_stock_model_with_sparsified_inputs(backend: str, variant: str) -> None:
-    engine, dense = engine_of(models(variant)[0], backend), expected_logits(variant, len(IDS))
+    packed, dense = models(variant)[0], expected_logits(variant, len(IDS))
+    engine = engine_of(packed, backend)
     for start in STARTS:
         expected = expected_logits(variant, start)
-        assert largest_difference(engine.teacher_forced(IDS, start), expected) < TOLERANCE[backend]
+        check_logits(engine.teacher_forced(IDS, start), expected, backend, packed, IDS, start)
         assert largest_difference(expected[start:], dense[start:]) > 1, "the rules change nothing"
         engine.reset()
 

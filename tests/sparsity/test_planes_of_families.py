@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 import torch
+from backends import engine_of
 from models_for_tests import EVERY_MIXTURE, EXPERTS, WINDOWED, make_model
+from rounding import moved_by_rounding
 
 from sparsepack.calibrate.collect import CalibrateOptions
 from sparsepack.calibrate.collection import calibrate
@@ -13,13 +15,12 @@ from sparsepack.eval.subject import open_subject
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.verify import verify
 from sparsepack.packing import Packed, PackRequest, pack
-from sparsepack.runtime.engine import Engine
 
 FORMAT, BITS = "zigzag-q6_p", 6.25
 IDS = torch.randint(300, (24,), generator=torch.Generator().manual_seed(1))
 PROMPT = 10
-ROUNDED = 0.08
-"""Relative error of logits of a random model: an input that rounding takes across a threshold has another level."""
+ROUNDED = 0.02
+"""Relative error of logits of a random model until rounding takes an input across a threshold, to another level."""
 
 
 FEW = {
@@ -78,28 +79,22 @@ def test_families_run_on_a_gpu_as_in_eval_there(family: str, tmp_path: Path, tex
 def check_engine(path: Path, backend: str, bound: float, share: float) -> None:
     """Logits and the share of bits that are read are those of the stock model with its hooks.
 
-    bound -- of the relative error of logits, until a last bit decides about a level; share -- of activity
+    bound -- of the relative error of logits at each position, beside what rounding moves them; share -- of activity
     """
-    device = "cuda" if backend == "cuda" else "cpu"
-    scorer = open_subject(str(path), device=device).scorer()
+    packed = read_packed(path)
+    engine = engine_of(packed, backend, context=64)
+    scorer = open_subject(str(path), device=str(engine.device)).scorer()
     hidden = scorer.hidden(IDS[None], None, torch.tensor([PROMPT]))
     expected = scorer.head(slice(None))(hidden)[0].cpu()
-    packed = read_packed(path)
-    engine = Engine(packed, context=64, backend=backend, device=device)
     logits = engine.teacher_forced(IDS.tolist(), PROMPT).cpu()
     off = (logits - expected).norm(dim=1) / expected.norm(dim=1)
-    assert off.sort().values[: len(IDS) // 2].amax() < bound
+    bounds = torch.full_like(off, bound)
+    if backend != "reference" and (off >= bounds).any():
+        moved = moved_by_rounding(packed, IDS.tolist(), PROMPT)
+        bounds += 2 * moved.norm(dim=2).amax(0) / expected.norm(dim=1)
+    assert (off < bounds).all(), f"off by {off.tolist()}; expected less than {bounds.tolist()}"
     if backend == "reference":
         assert float((logits - expected).norm() / expected.norm()) < 1e-5
-    # The norm of heads that read almost nothing from a state enlarges a level that rounding moved, and a router whose
-    # scores are near chooses another expert: of a few tokens.
-    a, few = packed.architecture, 0
-    # On an H200 two of 14 sparse tokens of Qwen3-MoE were off by 0.30 and 0.41, the others by 0.05 to 0.14.
-    mixture = a.experts is not None and (backend == "cuda" or a.experts.router is not None)
-    if a.delta_net is not None or mixture:
-        few = len(IDS) // 8
-    most = off.sort().indices[: len(IDS) - few]
-    assert float((logits - expected)[most].norm() / expected[most].norm()) < ROUNDED
     for key, unread in scorer.realised().items():
         assert engine.activity()[key] == pytest.approx(1 - unread, abs=share), key
 

@@ -9,9 +9,10 @@ from threading import Thread
 import pytest
 import torch
 from artifacts_for_tests import write_zigzag
-from backends import skip_lacking
+from backends import engine_of
 from model_table import VARIANTS
 from packed_models import random_model, stock_model, with_rules
+from rounding import check_logits
 from torch import Tensor
 
 from sparsepack.errors import UserError
@@ -140,8 +141,7 @@ def test_steps_are_what_teacher_forcing_does() -> None:
 def test_short_prompts_have_the_same_bits_recorded_or_not(variant: str) -> None:
     """Whatever stood behind their end before."""
     packed = random_model(variant)
-    skip_lacking("cuda", packed)
-    engine, reference = Engine(packed, context=64, device="cuda"), Engine(packed, context=64, backend="reference")
+    engine, reference = engine_of(packed, "cuda", context=64), Engine(packed, context=64, backend="reference")
     found: dict[int, Tensor] = {}
     for length in (5, 13, 16, 5, 1, 13, 5, 40, 33, 40):
         engine.reset()
@@ -150,7 +150,7 @@ def test_short_prompts_have_the_same_bits_recorded_or_not(variant: str) -> None:
     for length, logits in found.items():
         reference.reset()
         expected = reference.prefill(IDS[:length])
-        assert (logits.cpu() - expected).norm() < 3e-2 * expected.norm()
+        check_logits(logits[None], expected[None], "cuda", packed, IDS[:length], length)
 
 
 def test_a_recorded_prompt_never_waits_for_the_device() -> None:
