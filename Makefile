@@ -141,9 +141,9 @@ docs: $(VENV)/.installed-test
 	cp build/docs/README.html build/docs/index.html
 
 # On a machine with a CUDA device, with the packages that it has: only files with GPU tests are imported. Sorted: pytest 9.1
-# loses the fixtures of a folder that it comes back to.
+# loses the fixtures of a folder that it comes back to. A worker takes tests, not files: some files take minutes alone.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu $$(grep -rlwE "gpu|every_backend[a-z_]*" tests --include="test_*.py" | LC_ALL=C sort) $(PYTEST_ARGS)
+	$(PYTHON) -m pytest -n logical --maxprocesses 16 --dist worksteal -m gpu $$(grep -rlwE "gpu|every_backend[a-z_]*" tests --include="test_*.py" | LC_ALL=C sort) $(PYTEST_ARGS)
 
 # Out-of-bounds accesses and races of the CUDA kernels: all backend tests, and every kind of product in some layouts.
 # A part: SANITIZED="tests/.. -k ..".

@@ -19,8 +19,8 @@ from sparsepack.runtime.options import EngineOptions
 
 TOLERANCE = {name: 1e-3 if name == "reference" else 0.1 for name in backends.BACKENDS}
 """Largest difference of a logit, of logits up to 10, where rounding decides nothing (`rounding.py`). The cpu backend
-keeps keys and values in half precision, which these sharp random attentions feel: 0.024 (half-precision keys and values alone
-make that much of it, see cpu/test_decoder.py). The cuda backend rounds what enters the products of prefill: 0.03
+keeps keys and values in half precision, which these sharp random attentions feel: 0.024 (half-precision keys and values
+alone make that much of it, see cpu/test_decoder.py). The cuda backend rounds what enters the products of prefill: 0.03
 (cuda/test_chain.py)."""
 
 SHARE = {name: 1e-12 if name == "reference" else 0.01 for name in backends.BACKENDS}
