@@ -73,7 +73,7 @@ def test_an_answer_comes_with_its_speed_and_the_share_of_bits_read(page: Browser
     status = page.text(".status")
     assert "60 tokens" in status
     assert "tokens/s" in status
-    assert "% of the weights' bits" in status
+    assert "% of bits read" in status
     assert page.text("#announcement") == page.script("return document.querySelector('.assistant .text').textContent")
     assert {url for url in page.requests() if not url.startswith(("data:", served.url))} == set()
 

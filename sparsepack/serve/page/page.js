@@ -48,13 +48,14 @@ async function showModel() {
   model = document.title = $("model").textContent = found.id;
   $("key-form").hidden = true;
   const { format, bits, score, suggested } = found.sparsepack;
-  const lost = Object.entries(score ?? {}).filter(([, figures]) => figures?.perplexity_ratio?.value);
+  const lost = Object.entries(score ?? {}).filter(([, figures]) => figures?.perplexity_ratio?.value)
+    .map(([name, { perplexity_ratio: { value } }]) => `${name} × ${number(value, 3)}`);
   const facts = [
     format,
     bits && `${number(bits.stored, 2)} bits a weight stored`,
     bits?.target < bits?.stored && `${number(bits.target, 2)} read (target)`,
     `context ${number(found.max_model_len)}`,
-    ...lost.map(([name, { perplexity_ratio: { value } }]) => `perplexity ${number(value, 3)} × the source's (${name})`),
+    lost.length && `packing: perplexity ${lost.join(", ")}`,
   ];
   $("facts").replaceChildren(...facts.filter(Boolean).map((fact) => element("span", {}, fact)));
   for (const [name, value] of Object.entries({ temperature: 1, top_p: 1, ...suggested })) {
@@ -280,7 +281,7 @@ function showAnswer(made) {
   part("[data-copy=answer]").hidden = going || !made.content;
 }
 
-const ENDED = { length: "as many tokens as fit or were allowed", stopped: "stopped" };
+const ENDED = { length: "limit of tokens reached", stopped: "stopped" };
 
 /** How an answer was made: speed, and what its steps read of the weights. */
 function figures({ timings, ended }, going) {
@@ -293,10 +294,10 @@ function figures({ timings, ended }, going) {
   if (ENDED[ended]) texts.push(ENDED[ended]);
   const shown = texts.map((text) => element("span", {}, text));
   if (timings?.skipped) {
-    const read = 1 - timings.skipped, share = `${number(100 * read)} % of the weights' bits`;
-    const title = "Of the matrices of the model's blocks, in the mean of the answer's steps. A step reads for all answers that run together.";
-    const bits = timings.bits_read ? ` (${number(timings.bits_read, 2)} a weight)` : "";
-    shown.push(element("span", { title }, element("meter", { value: read, "aria-hidden": "true" }), ` read ${share}${bits}`));
+    const read = 1 - timings.skipped;
+    const title = "Of the weights of the model's blocks, in the mean of the answer's steps. A step reads for all answers that run together.";
+    const share = ` ${number(100 * read)} % of bits read, ${number(timings.bits_read, 2)} a weight`;
+    shown.push(element("span", { title }, element("meter", { value: read, "aria-hidden": "true" }), share));
   }
   return shown;
 }
