@@ -30,6 +30,8 @@ __all__ = [
     "PackRequest",
     "PlaceOptions",
     "PruneOptions",
+    "Quickstart",
+    "QuickstartOptions",
     "RecipeOutcome",
     "RefitOptions",
     "RotateOptions",
@@ -45,6 +47,7 @@ __all__ = [
     "place",
     "prune",
     "push",
+    "quickstart",
     "report",
     "rotate",
     "run",
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from sparsepack.publish.card import model_card as card
     from sparsepack.publish.hub import push
     from sparsepack.publish.page import report_page as report
+    from sparsepack.quickstarting import Quickstart, QuickstartOptions, quickstart
     from sparsepack.recipe.run import RecipeOutcome
     from sparsepack.recipe.run import run_recipe as run
     from sparsepack.runtime.generation.generate import Generated, Generation
@@ -99,6 +103,8 @@ _HOMES = {
     "PackRequest": "sparsepack.packing",
     "PlaceOptions": "sparsepack.placement.options",
     "PruneOptions": "sparsepack.calibrate.prune",
+    "Quickstart": "sparsepack.quickstarting",
+    "QuickstartOptions": "sparsepack.quickstarting",
     "RecipeOutcome": "sparsepack.recipe.run",
     "RefitOptions": "sparsepack.calibrate.refit",
     "RotateOptions": "sparsepack.calibrate.rotate",
@@ -113,6 +119,7 @@ _HOMES = {
     "place": "sparsepack.placing",
     "prune": "sparsepack.calibrate.pruning",
     "push": "sparsepack.publish.hub",
+    "quickstart": "sparsepack.quickstarting",
     "report": "sparsepack.publish.page:report_page",
     "rotate": "sparsepack.calibrate.rotation",
     "run": "sparsepack.recipe.run:run_recipe",

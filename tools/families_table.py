@@ -1,9 +1,9 @@
 """The tables that say what can be done with which models, out of the rows that refuse the others.
 
     python tools/families_table.py           prints them
-    python tools/families_table.py --write   puts them into these pages
+    python tools/families_table.py --write   puts them into docs/formats.md
 
-The first, in README, has verbs and engines; the second, in docs/formats.md, what `pack` makes. They have from
+The first has commands and engines, the second what `pack` makes. They have from
 `models/families.py` what commands take, from `formats/table.py` what formats hold, and from `runtime/backends.py` and
 `runtime/backends.py` what engines compute, of a model as the family's usual ones are.
 """
@@ -21,6 +21,8 @@ from sparsepack.models.family import Family
 from sparsepack.models.hf_config import architecture_of
 from sparsepack.runtime.backends import BACKENDS, Backend, traits_of
 from sparsepack.tables import Table, markdown
+
+PAGE = Path("docs/formats.md")
 
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "Llama": ("llama", {}),
@@ -183,7 +185,9 @@ def with_table(page: str, table: str) -> str:
 
 if __name__ == "__main__":
     if sys.argv[1:] == ["--write"]:
-        for path, table in zip((Path("README.md"), Path("docs/formats.md")), tables().split("\n\n"), strict=True):
-            path.write_text(with_table(path.read_text(encoding="utf-8"), table), encoding="utf-8")
+        page = PAGE.read_text(encoding="utf-8")
+        for table in tables().split("\n\n"):
+            page = with_table(page, table)
+        PAGE.write_text(page, encoding="utf-8")
     else:
         print(tables())

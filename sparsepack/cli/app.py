@@ -19,6 +19,7 @@ from sparsepack.cli.commands.generate import generate
 from sparsepack.cli.commands.inspect import inspect, verify
 from sparsepack.cli.commands.place import place
 from sparsepack.cli.commands.publish import card, push, report
+from sparsepack.cli.commands.quickstart import quickstart
 from sparsepack.cli.commands.run import run
 from sparsepack.cli.commands.serve import serve
 from sparsepack.cli.commands.simulate import simulate
@@ -80,6 +81,7 @@ def main() -> None:
 
 calibrate, thresholds, rotate, prune, distil = map(command_of, (CALIBRATE, THRESHOLDS, ROTATE, PRUNE, DISTIL))
 pack, evaluate, bench, trace = map(command_of, (PACK, EVAL, BENCH, TRACE))
+main.add_commands("Begin", quickstart)
 main.add_commands("Make", calibrate, thresholds, rotate, prune, distil, pack, run)
 main.add_commands("Check", inspect, verify, evaluate, bench)
 main.add_commands("Run", generate, serve, tune)
@@ -89,3 +91,4 @@ for each in main.commands.values():
     add_quiet(each)
 for each in (calibrate, thresholds, rotate, prune, distil, pack, verify, evaluate, bench, tune, trace, simulate, run):
     add_signs_of_life(each)
+add_signs_of_life(quickstart)

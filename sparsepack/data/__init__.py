@@ -13,3 +13,5 @@ SHIPPED_MODELS: Mapping[str, Path] = MappingProxyType(
     {"shipped:tiny": TINY_MODEL, "shipped:tiny-mixture": TINY_MIXTURE}
 )
 """By their names on the command line."""
+PROMPTS = Path(__file__).parent / "prompts.json"
+"""Questions and openings from which a model writes text to be calibrated on."""

@@ -137,6 +137,7 @@ def run_recipe(
     work: Path | None = None,
     dry_run: bool = False,
     overwrite: bool = False,
+    show: bool = True,
 ) -> RecipeOutcome:
     """Run a recipe; tables go to stdout, progress to stderr, everything to `report.json` in the work folder.
 
@@ -145,6 +146,7 @@ def run_recipe(
     work      -- folder of the outputs (default `work/NAME`); stages that are up to date in it do not run again
     dry_run   -- run no model and write nothing: print what would be made
     overwrite -- replace what another recipe left in the work folder; it is refused otherwise
+    show      -- print the tables
 
     Relative paths in the recipe start at the working directory.
     Raises `RecipeError` for a recipe that cannot be run as it stands, before anything runs, and other `UserError`s.
@@ -167,7 +169,8 @@ def run_recipe(
         plan.show(planned)
         return RecipeOutcome(planned, True)
     made = report.collect(job, run_stages(job, stages, state), report.command(path, overrides, work))
-    report.show(made)
+    if show:
+        report.show(made)
     verdicts = judge(recipe.section("gates"), made)
     passed = all(verdict.passed for verdict in verdicts)
     made |= {"gates": [asdict(verdict) for verdict in verdicts], "passed": passed}

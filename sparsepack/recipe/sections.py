@@ -132,8 +132,9 @@ class Eval(Section):
 
 
 class Bench(Section):
-    """Tokens a second of the artifact, on the first text of `eval.perplexity` where there is one; with `cached` once as
-    without it, and once more with slots. With `vram`, which a card too small for the model needs, with slots alone."""
+    """Tokens a second of the artifact, on the first text of `eval.perplexity`, else of `calibrate`; with `cached` once
+    as without it, and once more with slots. With `vram`, which a card too small for the model needs, with slots
+    alone."""
 
     operation: ClassVar[Operation] = BENCH
     also: ClassVar[tuple[type, ...]] = (EngineOptions,)
@@ -203,6 +204,13 @@ def perplexity_texts(recipe: Recipe) -> tuple[str, ...]:
     """The texts whose perplexity is measured; none without an eval section."""
     section = Eval.find_in(recipe)
     return section.perplexity if section is not None else ()
+
+
+def bench_texts(recipe: Recipe) -> tuple[str, ...]:
+    """The text whose tokens `bench` runs: the first one that is evaluated, else of the calibration; none: random
+    tokens."""
+    calibrate = Calibrate.find_in(recipe)
+    return (perplexity_texts(recipe) or (calibrate.text if calibrate is not None else ()))[:1]
 
 
 def skips_neurons(recipe: Recipe) -> bool:

@@ -39,9 +39,9 @@ from sparsepack.recipe.sections import (
     Eval,
     Generate,
     Pack,
+    bench_texts,
     evaluates_pruned,
     mlp_kind,
-    perplexity_texts,
     protocols_of,
     skips_neurons,
     sparse,
@@ -297,7 +297,7 @@ def _settings_of_bench(job: Job, section: Bench) -> dict[str, Any]:
 
     from sparsepack.runtime.cpu.machine import cpu_info
 
-    texts = [job.text([name]).sha256 for name in perplexity_texts(job.recipe)[:1]]
+    texts = [job.text([name]).sha256 for name in bench_texts(job.recipe)]
     machine = {"cpu": cpu_info(), "threads": torch.get_num_threads(), "runs": _kernels()}
     return {**section.model_dump(mode="json"), "text_sha256": texts, "machine": machine}
 
@@ -310,7 +310,7 @@ def _run_bench(job: Job, section: Bench) -> None:
     settings = _bench_settings(job.recipe, section)
     packed = read_packed(artifact_of(job), verify=False)  # unchanged since it was packed, or pack would have run
     ids, text = None, None
-    for name in perplexity_texts(job.recipe)[:1]:
+    for name in bench_texts(job.recipe):
         tokenizer, vocabulary = job.checkpoint.tokenizer, packed.architecture.vocabulary
         ids, text = first_tokens(tokenizer, job.text([name]), settings.tokens, vocabulary), name
         if len(ids) < settings.tokens:

@@ -77,6 +77,7 @@ MODES = {
         "{relu} -o {new} --calibration {more} --format zigzag-q6_p --quantiser round --loss 90%",
         "{relu} -o {new} --calibration {more} --sparsity 0.5 --windows 1 --refit",
     ),
+    "quickstart": ("shipped:tiny --text {text} --device cpu -o {new}",),
     "eval": (
         "shipped:tiny --perplexity {text} --context 32 --windows 1",
         "{file} --perplexity {text} --context 32 --windows 1 --backend reference",
