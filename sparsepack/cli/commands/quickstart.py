@@ -18,7 +18,7 @@ def _device(context: click.Context, parameter: click.Parameter, name: str) -> st
 @click.argument("model")
 @from_options(QuickstartOptions, "--text")
 @from_options(QuickstartOptions, "--device", callback=_device)
-@click.option("-o", "--output", "work", type=PATH, help="Folder of the file and what made it (default work/NAME).")
+@click.option("-o", "--output", "work", type=PATH, help="Folder of the outputs (default work/NAME).")
 @click.option(
     "--chat", cls=Ruled, is_flag=True, counts=(not_with("json_path", "-"),), help="Converse with the model at the end."
 )
