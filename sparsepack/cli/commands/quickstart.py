@@ -14,7 +14,7 @@ def _device(context: click.Context, parameter: click.Parameter, name: str) -> st
     return name if name == "auto" else usable_device(context, parameter, name)
 
 
-@command(short_help="Download, calibrate, pack, score and time a model by what suits this machine.")
+@command(short_help="Download, calibrate, pack and time a model by one command.")
 @click.argument("model")
 @from_options(QuickstartOptions, "--text")
 @from_options(QuickstartOptions, "--device", callback=_device)
