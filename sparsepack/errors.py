@@ -1,5 +1,8 @@
 """Mistakes of a user, as exceptions: each message is one line saying what, where, expected, remedy."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class UserError(Exception):
     """A mistake of the user's. The command line prints the message on one line and exits 2."""
@@ -67,3 +70,19 @@ class WorkersError(UserError):
 
 class WorkerLost(Exception):
     """Another worker ended before the work was done. The command line prints the message on one line and exits 1."""
+
+
+@contextmanager
+def requires_extra(extra: str, purpose: str) -> Iterator[None]:
+    """Import what only an extra of the package installs, within `with requires_extra("plot", "--plot"):`.
+
+    Raises `UserError` with pip's command for a module that is not installed.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if str(error.name).startswith("sparsepack"):
+            raise
+        raise UserError(
+            f"{purpose} needs {error.name}, which is not installed: pip install 'sparsepack[{extra}]'"
+        ) from error

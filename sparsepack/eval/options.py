@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from sparsepack.calibrate.collect import CalibrateOptions
-from sparsepack.errors import UserError, WorkersError
+from sparsepack.errors import UserError, WorkersError, requires_extra
 from sparsepack.eval.protocols import PROTOCOLS
 from sparsepack.operation import Input, Operation
 from sparsepack.option import check_options, only_with, option
@@ -14,6 +14,12 @@ from sparsepack.runtime.options import EngineOptions
 
 _PERPLEXITY = (only_with("perplexity"),)
 _TASKS = (only_with("tasks"),)
+
+
+def require_lm_eval() -> None:
+    """Raise `UserError` with pip's command where lm-eval is not installed, before a model is opened."""
+    with requires_extra("eval", "--tasks"):
+        import lm_eval  # noqa: F401
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,8 @@ class EvalRequest:
         """Raise `UserError` for a request that measures nothing or makes no sense."""
         if not self.perplexity and not self.tasks:
             raise UserError("nothing to evaluate; give --perplexity TEXT or --tasks NAMES, or both")
+        if self.tasks:
+            require_lm_eval()
         check_options(self, UserError)
         if self.against is not None and not self.perplexity:
             raise UserError(f"against {self.against}: it does nothing without perplexity; give both, or neither")

@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from sparsepack.errors import TextError
+from sparsepack.errors import TextError, requires_extra
 
 OPENERS = {".xz": lzma.open, ".gz": gzip.open}
 _BYTES = 1 << 20
@@ -225,7 +225,8 @@ def _shipped(name: str) -> list[str]:
 
 
 def _dataset(name: str) -> "_Rows":
-    import datasets
+    with requires_extra("datasets", f"{name}: no local file; a data set of the hub"):
+        import datasets
 
     given = name.split(":")
     repository, config, split, column = given + [""] * (4 - len(given)) if len(given) < 5 else (name, "", "", "")

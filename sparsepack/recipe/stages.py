@@ -12,7 +12,7 @@ from typing import Any
 from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.options import cost as cost_of_bench
 from sparsepack.errors import UserError
-from sparsepack.eval.options import EvalRequest
+from sparsepack.eval.options import EvalRequest, require_lm_eval
 from sparsepack.eval.results import accuracy_tables, pruning_table
 from sparsepack.files.atomic import write_json
 from sparsepack.formats.table import FORMATS, those_with
@@ -112,6 +112,8 @@ def _problems_of_eval(recipe: Recipe, section: Eval) -> Iterator[str]:
 
 
 def _misfits_of_eval(job: Job, section: Eval) -> Iterator[str]:
+    if section.tasks:
+        yield from refusals("eval.tasks", require_lm_eval)
     if section.runtime != EvalRequest.runtime:
         import torch
 

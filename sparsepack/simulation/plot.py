@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from sparsepack.errors import OutputError, UserError
+from sparsepack.errors import OutputError, requires_extra
 from sparsepack.files.atomic import atomic_file, check_output
 from sparsepack.placement.options import DRAWN
 from sparsepack.placement.options import POLICIES as NAMES
@@ -28,7 +28,8 @@ def check_plot(path: Path) -> None:
     if path.suffix.lower() not in FORMATS:
         raise OutputError(f"{path}: no kind of picture that is drawn here; expected a name that ends in .png or .svg")
     check_output(path, overwrite=True)
-    _matplotlib()
+    with requires_extra("plot", "--plot"):
+        import matplotlib  # noqa: F401
 
 
 def drawn(played: Collection[str]) -> list[str]:
@@ -46,7 +47,7 @@ def plot(result: Mapping[str, Any], path: Path, policies: Collection[str] | None
     """
     names = [name for name in result["policies"] if policies is None or name in policies]
     check_plot(path)
-    matplotlib = _matplotlib()
+    import matplotlib
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9.6, 4.6), layout="constrained")
@@ -75,14 +76,3 @@ def plot(result: Mapping[str, Any], path: Path, policies: Collection[str] | None
     form = path.suffix.lower().removeprefix(".")
     with atomic_file(path, overwrite=True) as temporary, matplotlib.rc_context(_STYLE):
         figure.savefig(temporary, format=form, dpi=130, metadata={"Date": None} if form == "svg" else None)
-
-
-def _matplotlib() -> Any:
-    """The module. Raises `UserError` where it is missing."""
-    try:
-        import matplotlib
-    except ImportError as error:
-        raise UserError(
-            f"--plot needs matplotlib ({error}); install it with: pip install 'sparsepack[plot]'"
-        ) from error
-    return matplotlib

@@ -18,7 +18,7 @@ from sparsepack.cli.shared import (
     text_of,
     torch_threads,
 )
-from sparsepack.errors import UserError
+from sparsepack.errors import UserError, requires_extra
 from sparsepack.serve.options import ServeOptions
 
 KEY = "SPARSEPACK_API_KEY"
@@ -81,13 +81,9 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     docs/serve.md says more.
     """
     engine = engine_options(asked, ServeOptions)
-    try:
+    with requires_extra("serve", "serve"):
         from sparsepack.serve.server import bind_socket
         from sparsepack.serve.server import serve as serve_model
-    except ModuleNotFoundError as error:
-        if error.name not in ("llguidance", "prometheus_client", "starlette", "uvicorn"):
-            raise
-        raise UserError(f"serve needs {error.name}, which is not installed: pip install 'sparsepack[serve]'") from error
     from sparsepack.loading import describe_runtime, load
     from sparsepack.progress import say
     from sparsepack.runtime.generation.generate import describe_suggestions

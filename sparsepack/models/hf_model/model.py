@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from sparsepack.errors import CheckpointError, UserError
+from sparsepack.errors import CheckpointError, UserError, requires_extra
 from sparsepack.files.stored import shown
 from sparsepack.models.checkpoint.config_files import STOCK_ALONE
 from sparsepack.models.families import FAMILIES
@@ -195,7 +195,8 @@ def place_of(name: str, places: Places) -> int | str:
 
 def spread(model: Any, places: Places) -> None:
     """Let each part of a model compute where it is placed, and take what it is given there."""
-    from accelerate import dispatch_model
+    with requires_extra("cuda", "a model on several GPUs"):
+        from accelerate import dispatch_model
 
     dispatch_model(model, dict(places), force_hooks=True)
 
@@ -206,7 +207,8 @@ def _free() -> dict[int, int]:
 
 
 def _places(model: Any, free: Mapping[int, int], dtype: torch.dtype) -> dict[str, int | str]:
-    from accelerate import infer_auto_device_map
+    with requires_extra("cuda", "a model on several GPUs"):
+        from accelerate import infer_auto_device_map
 
     most = {number: int(ROOM * nbytes) for number, nbytes in free.items()}
     whole = sorted(model._no_split_modules or ())
