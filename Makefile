@@ -4,6 +4,7 @@
 # make test-sanitize, make test-neon: the CPU kernels under sanitizers, and for aarch64 under emulation
 # make test-mps, make bench-mps: on a Mac, the tests of the Apple GPU, and a table of its speed; FILE=model.gguf
 # make check-macos   compile the CPU kernels for Apple silicon, on any machine; nothing is run
+# make check-windows   compile them for Windows, and run their checks where there is Wine
 # make test-vllm   slid folders in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
 # make real   what packing costs SmolLM2-135M and Gemma 3 270M, beside llama.cpp's types: hours on two cores
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
@@ -31,7 +32,7 @@ REQUIRE_KERNELS := $(if $(COMPILER),SPARSEPACK_REQUIRE_KERNELS=1)
 PARALLEL := -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo build test test-all real fuzz test-kill test-sanitize test-neon test-vllm clients lint format docs test-gpu \
-	test-gpu-sanitize test-mps bench-mps check-macos clean
+	test-gpu-sanitize test-mps bench-mps check-macos check-windows clean
 
 demo:
 	@start=$$(date +%s) && $(MAKE) --no-print-directory build && ready=$$(date +%s) && \
@@ -187,6 +188,18 @@ check-macos: $(VENV)/.installed-test
 			-fno-math-errno -fno-trapping-math -ffp-contract=fast -DSPARSEPACK_NEON \
 			-Isparsepack/runtime/cpu/native -c $$file -o build/macos/$$(echo $$file | tr / -).o; \
 	done; echo "compiled for aarch64-macos: $(words $(CPU_SOURCES)) files; none was run"
+
+# They as clang compiles them for Windows, with the headers of mingw, which zig brings; where there is Wine, `check_kernels`
+# runs, too. A first time takes minutes: zig compiles its C++ library.
+WINDOWS := build/windows
+WINE := $(or $(shell command -v wine),$(wildcard /usr/lib/wine/wine64))
+ZIG = $(shell $(BIN)/python -c "import ziglang; print(ziglang.__path__[0])")/zig
+check-windows: $(VENV)/.installed-test
+	$(CMAKE) -S . -B $(WINDOWS) -G Ninja -DCMAKE_SYSTEM_NAME=Windows -DCMAKE_SYSTEM_PROCESSOR=AMD64 \
+		"-DCMAKE_CXX_COMPILER=$(ZIG);c++;-target;x86_64-windows-gnu" -DCMAKE_CXX_FLAGS=-Werror \
+		-DSPARSEPACK_MODULE=OFF -DSPARSEPACK_CHECK=ON --log-level=WARNING
+	$(CMAKE) --build $(WINDOWS) --target check_kernels decoder
+	$(if $(WINE),WINEDEBUG=-all $(WINE) $(WINDOWS)/check_kernels.exe,@echo "compiled for Windows; not run: apt install wine64")
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e

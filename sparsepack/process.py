@@ -48,7 +48,15 @@ def peak_memory() -> int:
     if status.is_file():
         # Not `getrusage`, whose figure counts the process that started this one, up to then.
         return next(int(line.split()[1]) << 10 for line in status.read_text().splitlines() if line.startswith("VmHWM"))
-    import resource  # not on every system
+    if sys.platform == "win32":
+        import ctypes
+
+        # PROCESS_MEMORY_COUNTERS: two DWORDs, PeakWorkingSetSize, seven more sizes; -1 is this process.
+        counters = (ctypes.c_size_t * 9)()
+        size = ctypes.sizeof(counters)
+        ctypes.windll.kernel32.K32GetProcessMemoryInfo(ctypes.c_void_p(-1), counters, size)
+        return counters[1]
+    import resource
 
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return most if sys.platform == "darwin" else most << 10

@@ -186,7 +186,8 @@ def restore_folder(path: Path) -> None:
     aside = _aside(target)
     with suppress(OSError):
         mark = (aside / _MARK).lstat()
-        if not is_folder(aside) or not stat.S_ISREG(mark.st_mode) or mark.st_uid != os.geteuid():
+        ours = not hasattr(os, "geteuid") or mark.st_uid == os.geteuid()  # Windows has no such numbers
+        if not is_folder(aside) or not stat.S_ISREG(mark.st_mode) or not ours:
             return
         if not target.exists() and is_folder(aside / _REPLACED):
             (aside / _REPLACED).rename(target)
@@ -254,7 +255,8 @@ def _machine() -> str:
 
 def _sync(file: Path) -> None:
     """Have the disk write it down: a name that survives a power failure must not stand for less."""
-    with file.open("rb") as opened:
+    # Windows syncs only what may be written; elsewhere a file may be for reading only.
+    with file.open("r+b" if sys.platform == "win32" else "rb") as opened:
         os.fsync(opened.fileno())
 
 

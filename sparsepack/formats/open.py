@@ -66,7 +66,8 @@ def check_readable(path: Path, output: Path) -> None:
 def is_checkpoint_folder(path: Path) -> bool:
     """Whether a folder holds a model as others write it, by its names and by what its config.json says alone."""
     try:
-        ours = (path / MANIFEST).exists() or f'"quant_method": "{METHOD}"' in (path / CONFIG).read_text()
+        named = f'"quant_method": "{METHOD}"'.encode()
+        ours = (path / MANIFEST).exists() or named in (path / CONFIG).read_bytes()
     except (OSError, ValueError):  # whoever reads it says what is wrong with it
         return False
     return not ours

@@ -1,6 +1,7 @@
 """Outputs appear whole or not at all."""
 
 import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -84,6 +85,18 @@ def test_a_folder_interrupted_between_its_two_renames_keeps_the_old_one(tmp_path
         (temporary / "after").write_text("new")
     assert [entry.name for entry in tmp_path.iterdir()] == ["old"]
     assert [entry.name for entry in old.iterdir()] == ["before"]
+
+
+def test_on_windows_what_is_synced_may_be_written_and_users_have_no_numbers(tmp_path, monkeypatch):
+    old = _without_exchange(tmp_path, monkeypatch)
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.delattr(os, "geteuid")
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE))
+    with atomic_folder(old, overwrite=True) as temporary:
+        (temporary / "after").write_text("new")
+    assert [entry.name for entry in old.iterdir()] == ["after"]
+    assert synced == [os.O_RDWR]
 
 
 def _without_exchange(tmp_path, monkeypatch) -> Path:

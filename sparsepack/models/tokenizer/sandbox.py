@@ -7,21 +7,25 @@ millisecond. Nothing is locked meanwhile but the child, and a second one starts 
 """
 
 import atexit
+import hmac
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 from array import array
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.files.hashing import sha256_bytes
-from sparsepack.models.tokenizer.sandbox_child import MEMORY, receive, send
+from sparsepack.models.tokenizer.sandbox_child import MEMORY, SECRET_BYTES, receive, send
 from sparsepack.process import python_environment, python_module
 
 SECONDS = 2.0
@@ -36,6 +40,9 @@ _WALL = 10.0
 _CHILDREN = 3
 _PATIENCE = 0.25  # seconds after which a request that waits for a child starts another
 _LOADED = 4  # a child that has read so many tokenizers is replaced
+
+BY_PORT = sys.platform == "win32"
+"""Whether a child connects to a port of this machine: on Windows a socket can be no process's input."""
 
 Preparation = tuple[str, str, tuple[Any, ...]]
 """What a child must have done once before a request: a name for it, the function and its arguments."""
@@ -56,19 +63,26 @@ class _Child:
     """A process, with the names of what it has loaded."""
 
     def __init__(self) -> None:
-        self._connection, other = socket.socketpair()
         # Of glibc each thread has an arena of its own, and of OpenBLAS a buffer: they would count as memory.
         threads = str(min(8, os.cpu_count() or 1))
         limits = {"MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1", "RAYON_NUM_THREADS": threads}
-        with other:
-            self._process = subprocess.Popen(
-                python_module("sparsepack.models.tokenizer.sandbox_child"),
-                # A sanitizer or an allocator that is loaded first may take more addresses than the limit.
-                env=python_environment(LD_PRELOAD="", **limits),
-                stdin=other.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-            )
+        # A sanitizer or an allocator that is loaded first may take more addresses than the limit.
+        start = partial(
+            subprocess.Popen,
+            env=python_environment(LD_PRELOAD="", **limits),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        module = "sparsepack.models.tokenizer.sandbox_child"
+        if not BY_PORT:
+            self._connection, other = socket.socketpair()
+            with other:
+                self._process = start(python_module(module), stdin=other.fileno())
+        else:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = str(server.getsockname()[1])
+                self._process = start(python_module(module, port), stdin=subprocess.PIPE)
+                self._connection = _accept(server, self._process)
         self.loaded: set[str] = set()
 
     def call(self, function: str, arguments: Sequence[Any], seconds: float) -> tuple[Any, bytes]:
@@ -94,7 +108,7 @@ class _Child:
             status = self._process.wait(5)
         except subprocess.TimeoutExpired:
             return "it crashed"
-        if status == -signal.SIGXCPU:
+        if sys.platform != "win32" and status == -signal.SIGXCPU:
             return f"it took more than {seconds:g} s and was ended"
         return f"it crashed, or took more than {MEMORY >> 30} GiB of memory, and was ended"
 
@@ -108,6 +122,24 @@ class _Child:
         self.kill()
         self._connection.close()
         self._process.wait()
+
+
+def _accept(server: socket.socket, process: subprocess.Popen[Any]) -> socket.socket:
+    """Return the connection of a child, which names the secret that it reads from its input. Raises `SandboxError`."""
+    secret = secrets.token_bytes(SECRET_BYTES)
+    assert process.stdin is not None
+    with process.stdin as pipe:
+        pipe.write(secret)
+    server.settimeout(LOAD_SECONDS)
+    with suppress(TimeoutError):
+        while True:
+            connection, _ = server.accept()
+            connection.settimeout(LOAD_SECONDS)
+            if hmac.compare_digest(connection.recv(SECRET_BYTES), secret):
+                return connection
+            connection.close()
+    process.kill()
+    raise SandboxError("it did not start")
 
 
 class Sandbox:

@@ -1,7 +1,7 @@
 """The process in which `sandbox` runs what a model's files make us compute. It imports no torch.
 
-It reads requests from a socket, its standard input, and answers each there. What takes more processor time than the
-request gives it is ended by the system, and so is the process; memory beyond its limit raises MemoryError, or ends it.
+It reads requests from a socket to its parent, and answers each there. What takes more processor time than the request
+gives it is ended by the system, and so is the process; memory beyond its limit raises MemoryError, or ends it.
 """
 
 import json
@@ -24,6 +24,9 @@ MEMORY = 2 << 30
 LONGEST_TEXT = 1 << 24
 """A text that a template makes has at most this many characters."""
 
+SECRET_BYTES = 32
+"""By so many random bytes a parent knows its child's connection."""
+
 HEADER = struct.Struct("<QQ")
 """Before each message: the bytes of its JSON, and the bytes of the blob after that."""
 
@@ -33,7 +36,7 @@ Answer = tuple[Any, bytes]
 
 def main() -> None:
     """Answer requests until the other end closes."""
-    connection = socket.socket(fileno=os.dup(0))
+    connection = parent_connection()
     os.dup2(2, 1)  # what a library prints is no answer
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which decides what ends
     _limit("RLIMIT_AS", MEMORY)
@@ -50,6 +53,16 @@ def main() -> None:
         except BaseException as error:  # a panic of the tokenizers library is no Exception
             reason = " ".join(str(error).split())[:1000] or type(error).__name__
             send(connection, {"error": reason, "kind": type(error).__name__})
+
+
+def parent_connection() -> socket.socket:
+    """Return this end of the socket to the parent: standard input, or a connection to the port that is the argument,
+    which begins with the secret that standard input holds."""
+    if len(sys.argv) == 1:
+        return socket.socket(fileno=os.dup(0))
+    connection = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
+    connection.sendall(sys.stdin.buffer.read(SECRET_BYTES))
+    return connection
 
 
 def _limit(name: str, amount: int) -> None:

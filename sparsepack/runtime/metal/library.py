@@ -23,7 +23,7 @@ def source() -> str:
     """All kernels, file by file."""
     names = sorted(file.name for file in FOLDER.iterdir() if file.name.endswith(".metal"))
     names.sort(key=lambda name: name != FIRST)
-    return "\n".join((FOLDER / name).read_text() for name in names)
+    return "\n".join((FOLDER / name).read_text(encoding="utf-8") for name in names)
 
 
 Launch = Callable[[], object]

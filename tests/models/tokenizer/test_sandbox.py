@@ -260,6 +260,13 @@ def test_a_child_without_an_answer_is_an_error_and_the_next_request_has_another(
         children.call("full_matches", "a", [])
 
 
+def test_a_child_may_connect_to_a_port_as_on_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "BY_PORT", True)
+    children = Sandbox()
+    assert children.call("full_matches", "a", ["a", "b"])[0] == ["a"]
+    children.close()
+
+
 def test_closing_ends_a_request_at_once() -> None:
     children = Sandbox()
     ended: list[float] = []

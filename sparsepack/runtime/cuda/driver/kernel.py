@@ -76,7 +76,7 @@ def compiled_folder() -> Path:
 def _sources() -> dict[str, str]:
     folders = [folder for folder in FOLDER.iterdir() if folder.is_dir()]
     files = {f"{folder.name}/{file.name}": file for folder in folders for file in folder.iterdir()}
-    return {name: file.read_text() for name, file in files.items() if name.endswith((".cu", ".cuh"))}
+    return {name: file.read_text(encoding="utf-8") for name, file in files.items() if name.endswith((".cu", ".cuh"))}
 
 
 def kernel_files() -> list[str]:

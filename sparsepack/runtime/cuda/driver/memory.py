@@ -25,7 +25,7 @@ class _Pinned:
         self._device, self._registered = device, False
         try:
             self.pages = mmap.mmap(-1, size)
-            with suppress(OSError):  # a system without them
+            with suppress(OSError, AttributeError):  # a system without them
                 self.pages.madvise(mmap.MADV_HUGEPAGE)  # pinned several times as fast
         except OSError as error:
             raise UserError(_refused(size, purpose, str(error))) from error

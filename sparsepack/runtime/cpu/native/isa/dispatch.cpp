@@ -7,6 +7,9 @@ namespace {
 
 std::vector<const Kernels*> usable() {
     std::vector<const Kernels*> sets;
+#ifdef SPARSEPACK_AVX2
+    __builtin_cpu_init();  // else nothing is supported where the compiler's library has no constructor, as zig's for Windows
+#endif
 #ifdef SPARSEPACK_AVX512
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
