@@ -199,7 +199,7 @@ check-windows: $(VENV)/.installed-test
 		"-DCMAKE_CXX_COMPILER=$(ZIG);c++;-target;x86_64-windows-gnu" -DCMAKE_CXX_FLAGS=-Werror \
 		-DSPARSEPACK_MODULE=OFF -DSPARSEPACK_CHECK=ON --log-level=WARNING
 	$(CMAKE) --build $(WINDOWS) --target check_kernels decoder
-	$(if $(WINE),WINEDEBUG=-all $(WINE) $(WINDOWS)/check_kernels.exe,@echo "compiled for Windows; not run: apt install wine64")
+	$(if $(WINE),WINEDEBUG=-all WINEPREFIX=$(abspath $(WINDOWS))/wine $(WINE) $(WINDOWS)/check_kernels.exe,@echo "compiled for Windows; not run: apt install wine64")
 
 # The build tools lie in the environment, so that a build finds what the last one left in build/ and takes seconds.
 EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -e
