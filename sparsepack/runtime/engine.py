@@ -439,9 +439,8 @@ def _shares(packed: PackedModel, active: Mapping[tuple[int, str], int], stepped:
     """Share of active columns per (layer, site), from their sum over so many positions; empty for none."""
     if not stepped:
         return {}
-    return {
-        (layer, name): count / (stepped * packed.layers[layer].units[name]) for (layer, name), count in active.items()
-    }
+    units = [layer.units for layer in packed.layers]
+    return {(layer, name): count / (stepped * units[layer][name]) for (layer, name), count in active.items()}
 
 
 def choose_context(requested: int | None, made_for: int) -> int:

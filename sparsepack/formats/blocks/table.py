@@ -62,7 +62,7 @@ class Block:
         """Bits that a weight takes, scales included."""
         return 8 * self.bytes / self.weights
 
-    @property
+    @cached_property
     def level_bytes(self) -> tuple[int, ...]:
         """Bytes of a block up to the end of its first plane, of its second, ..."""
         planes = [(high - low) * self.weights // 8 for low, high in pairwise((0, *self.levels))]
