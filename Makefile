@@ -60,7 +60,7 @@ $(VENV)/.llama-cpp: $(VENV)/.installed-test
 		--no-cache-dir --no-binary llama-cpp-python llama-cpp-python
 	touch $@
 
-# Six readers. Inputs that end in anything but success or one line stay in build/fuzz, with the seed that made them.
+# Every reader. Inputs that end in anything but success or one line stay in build/fuzz, with the seed that made them.
 # FUZZ="recipe --seed 1 --case 2" runs one again.
 FUZZ_SECONDS ?= 60
 fuzz: $(VENV)/.installed-test build

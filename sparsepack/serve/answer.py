@@ -53,6 +53,7 @@ class Choice:
     begun  -- whether anything has come
     end    -- how it ended; None until then
     timings -- as of what came last; None: not known
+    reasoning_tokens -- up to the end of the reasoning
     error  -- why it could not be generated; None where nothing failed
     """
 
@@ -63,6 +64,7 @@ class Choice:
         self.begun = False
         self.end: Finish | None = None
         self.timings: Timings | None = None
+        self.reasoning_tokens = 0
         self.error: Exception | None = None
 
     def add(self, event: TextDelta | Finish) -> None:
@@ -75,6 +77,8 @@ class Choice:
             self.end = event
             parsed = self._parser.finish()
         self.calls += len(parsed.calls)
+        if parsed.reasoning and event.timings is not None:
+            self.reasoning_tokens = event.timings.tokens
         self.new += parsed
 
     def take(self) -> ParsedText:
@@ -90,11 +94,13 @@ class Choice:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of an answer; `cached` of the prompt's were not computed again."""
+    """Tokens of an answer; `cached` of the prompt's were not computed again, `reasoning` of the completion's stand
+    before the text."""
 
     prompt: int
     completion: int
     cached: int
+    reasoning: int
 
     @classmethod
     def of(cls, answer: Answer, choices: Sequence[Choice]) -> "Usage":
@@ -103,7 +109,7 @@ class Usage:
         completion, n = sum(end.tokens for end in ends), answer.request.n or 1
         of_each_prompt = (choices[first : first + n] for first in range(0, len(choices), n))
         cached = sum(min((one.end.cached for one in some if one.end), default=0) for some in of_each_prompt)
-        return cls(answer.prompt_tokens, completion, cached)
+        return cls(answer.prompt_tokens, completion, cached, sum(choice.reasoning_tokens for choice in choices))
 
 
 class AnswerWriter(ABC):

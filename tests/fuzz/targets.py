@@ -40,13 +40,14 @@ from sparsepack.recipe.load import FOLDER, load_recipe
 from sparsepack.runtime.options import GenerateOptions
 from tests.artifacts_for_tests import plan_neurons, write_plain, write_zigzag
 from tests.fuzz import sealed_gguf
+from tests.fuzz.bodies import requests_target
 from tests.fuzz.harness import Broken, Target, command
 from tests.fuzz.mutate import bytes_changed, json_changed
 from tests.models_for_tests import TEXT, make_model
 from tests.releases_for_tests import RELEASES, release
 from tests.segments_for_tests import segmented
 
-TARGETS = ("artifact", "resealed", "checkpoint", "calibration", "trace", "thresholds", "recipe")
+TARGETS = ("artifact", "resealed", "checkpoint", "calibration", "trace", "thresholds", "recipe", "requests")
 _RELEASES = (
     "fp8, blocks",
     "modelopt nvfp4",
@@ -71,6 +72,7 @@ def make_targets(folder: Path, names: Iterable[str] = TARGETS) -> Iterator[Targe
         "trace": _trace,
         "thresholds": _thresholds,
         "recipe": _recipe,
+        "requests": _requests,
     }
     return (makers[name](model, _made(folder / name)) for name in names)
 
@@ -367,3 +369,8 @@ def _recipe(model: Path, folder: Path) -> Target:
         command("run", inside / "r.yaml", "--dry-run", "-w", inside / "work", *sets)
 
     return Target("recipe", write, read)
+
+
+def _requests(model: Path, folder: Path) -> Target:
+    with_room = make_model(folder / "model", "llama", **{**_SMALL, "max_position_embeddings": 512})
+    return requests_target(with_room, folder)

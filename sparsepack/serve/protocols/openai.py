@@ -155,6 +155,7 @@ class OpenAIWriter(AnswerWriter):
             "completion_tokens": usage.completion,
             "total_tokens": usage.prompt + usage.completion,
             "prompt_tokens_details": {"cached_tokens": usage.cached},
+            "completion_tokens_details": {"reasoning_tokens": usage.reasoning},
         }
         return {"usage": tokens, **timings_json(choices[0].timings)}
 

@@ -327,7 +327,7 @@ class ResponseWriter(PartsWriter):
                 "input_tokens": usage.prompt,
                 "input_tokens_details": {"cached_tokens": usage.cached},
                 "output_tokens": usage.completion,
-                "output_tokens_details": {"reasoning_tokens": 0},
+                "output_tokens_details": {"reasoning_tokens": usage.reasoning},
                 "total_tokens": usage.prompt + usage.completion,
             },
         )
