@@ -1,0 +1,187 @@
+"""Libraries on top of the vendors' clients."""
+
+import os
+from typing import Literal
+
+from pydantic import BaseModel
+from rows import MODEL, row
+
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # else it looks for prices in the internet
+QUESTION = "Who was there?"
+
+
+class Weather(BaseModel):
+    """The weather of a city."""
+
+    city: Literal["Oslo", "Rome"]
+
+
+def _langchain(url, key, **options):
+    from langchain_openai import ChatOpenAI
+
+    options = {"max_tokens": 200, "max_retries": 0, **options}
+    return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=key, **options)
+
+
+@row("langchain-openai", "ChatOpenAI.invoke and stream")
+def langchain(url, key):
+    chat = _langchain(url, key, max_tokens=16, temperature=0)
+    content = chat.invoke(QUESTION).content
+    assert content
+    assert "".join(chunk.content for chunk in chat.stream(QUESTION)) == content
+    return "an answer, and the same in pieces"
+
+
+@row("langchain-openai", "ChatOpenAI.bind_tools, tool_choice any")
+def langchain_tools(url, key):
+    (call,) = _langchain(url, key).bind_tools([Weather], tool_choice="any").invoke(QUESTION).tool_calls
+    assert call["args"]["city"] in ("Oslo", "Rome")
+    return "a tool call"
+
+
+@row("langchain-openai", "ChatOpenAI.with_structured_output")
+def langchain_structured(url, key):
+    assert _langchain(url, key).with_structured_output(Weather).invoke(QUESTION).city in ("Oslo", "Rome")
+    return "an instance of the model"
+
+
+@row("langchain-openai", "ChatOpenAI, use_responses_api, invoke and stream")
+def langchain_responses(url, key):
+    chat = _langchain(url, key, max_tokens=16, temperature=0, use_responses_api=True)
+    text = chat.invoke(QUESTION).text
+    assert text
+    assert "".join(chunk.text for chunk in chat.stream(QUESTION)) == text
+    return "an answer, and the same in pieces"
+
+
+def _langchain_anthropic(url, key, **options):
+    from langchain_anthropic import ChatAnthropic
+
+    return ChatAnthropic(model=MODEL, base_url=url, api_key=key, max_retries=0, **{"max_tokens": 200, **options})
+
+
+@row("langchain-anthropic", "ChatAnthropic.invoke and stream")
+def langchain_anthropic(url, key):
+    chat = _langchain_anthropic(url, key, max_tokens=16)
+    assert chat.invoke(QUESTION).content
+    assert "".join(chunk.text for chunk in chat.stream(QUESTION))
+    return "an answer, and one in pieces"
+
+
+@row("langchain-anthropic", "ChatAnthropic.bind_tools, tool_choice any")
+def langchain_anthropic_tools(url, key):
+    (call,) = _langchain_anthropic(url, key).bind_tools([Weather], tool_choice="any").invoke(QUESTION).tool_calls
+    assert call["args"]["city"] in ("Oslo", "Rome")
+    return "a tool call"
+
+
+MESSAGES = [{"role": "user", "content": QUESTION}]
+
+
+@row("litellm", "completion of openai/MODEL, stream")
+def litellm_openai(url, key):
+    from litellm import completion
+
+    options = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": key, "max_tokens": 16, "num_retries": 0}
+    assert completion(messages=MESSAGES, **options).choices[0].message.content
+    chunks = completion(messages=MESSAGES, stream=True, **options)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    return "an answer, and one in pieces"
+
+
+@row("litellm", "completion of anthropic/MODEL")
+def litellm_anthropic(url, key):
+    from litellm import completion
+
+    options = {"model": f"anthropic/{MODEL}", "api_base": url, "api_key": key, "max_tokens": 16, "num_retries": 0}
+    assert completion(messages=MESSAGES, **options).choices[0].message.content
+    return "an answer"
+
+
+@row("litellm", "responses of openai/MODEL")
+def litellm_responses(url, key):
+    from litellm import responses
+
+    options = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": key, "max_output_tokens": 16}
+    assert responses(input=QUESTION, **options).output[0].content[0].text
+    return "an answer"
+
+
+@row("llama-index-llms-openai-like", "OpenAILike.chat and stream_chat")
+def llama_index(url, key):
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(
+        model=MODEL, api_base=f"{url}/v1", api_key=key, is_chat_model=True, max_tokens=16, temperature=0, max_retries=0
+    )
+    messages = [ChatMessage(role="user", content=QUESTION)]
+    content = model.chat(messages).message.content
+    assert content
+    assert "".join(piece.delta for piece in model.stream_chat(messages)) == content
+    return "an answer, and the same in pieces"
+
+
+@row("instructor", "from_openai, a pydantic model by tools")
+def instructor_tools(url, key):
+    import instructor
+    import openai
+
+    client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
+    made = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=200, max_retries=0
+    )
+    assert made.city in ("Oslo", "Rome")
+    return "an instance of the model"
+
+
+@row("instructor", "from_openai, a pydantic model by JSON_SCHEMA")
+def instructor_schema(url, key):
+    import instructor
+    import openai
+
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
+    client = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
+    made = client.chat.completions.create(
+        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=200, max_retries=0
+    )
+    assert made.city in ("Oslo", "Rome")
+    return "an instance of the model"
+
+
+@row("pydantic-ai-slim", "Agent with OpenAIChatModel and an output type")
+def pydantic_ai_openai(url, key):
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
+    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
+    assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
+    return "an instance of the type"
+
+
+@row("pydantic-ai-slim", "Agent with OpenAIResponsesModel and an output type")
+def pydantic_ai_responses(url, key):
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
+    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
+    assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
+    return "an instance of the type"
+
+
+@row("pydantic-ai-slim", "Agent with AnthropicModel and an output type")
+def pydantic_ai_anthropic(url, key):
+    from anthropic import AsyncAnthropic
+    from pydantic_ai import Agent
+    from pydantic_ai.models.anthropic import AnthropicModel
+    from pydantic_ai.providers.anthropic import AnthropicProvider
+
+    client = AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
+    model = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
+    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
+    assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
+    return "an instance of the type"
