@@ -45,6 +45,17 @@ def unsupported(name: str, reason: str) -> PydanticCustomError:
     return PydanticCustomError("unsupported", "{name}: {reason}", {"name": name, "reason": reason})
 
 
+def check_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
+    """Raise `unsupported` for a parameter that is neither null nor one of the values with which it does nothing."""
+    for name, accepted in neutral.items():
+        value = body.get(name)
+        same = (type(value) is type(other) and value == other for other in accepted)  # Python has true for 1
+        if value is not None and not any(same):
+            values = " or ".join(json.dumps(other) for other in accepted)
+            remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
+            raise unsupported(name, f"not supported by this server{remedy}")
+
+
 def check_strict(body: Mapping[str, Any]) -> None:
     """Raise `unsupported` for a value that OpenAI does not take."""
     if not body.get("model"):
@@ -108,7 +119,7 @@ def _response_format(value: Any) -> Any:
         value = {"type": value}
     if not isinstance(value, dict):
         return value
-    kind = {"json": "json_object"}.get(value.get("type", ""), value.get("type"))
+    kind = "json_object" if value.get("type") == "json" else value.get("type")
     schema = value.get("json_schema", value.get("schema", value.get("value")))
     if kind not in ("json_object", "json_schema") or not isinstance(schema, dict):
         return {**value, "type": kind}

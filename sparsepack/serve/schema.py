@@ -26,7 +26,7 @@ from pydantic import (
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.runtime.generation.sampling import LARGEST_PENALTY
 from sparsepack.serve.guards import MAX_JSON_VALUES, check_values
-from sparsepack.serve.liberal import check_strict, say_ignored, standard_form, unsupported
+from sparsepack.serve.liberal import check_neutral, check_strict, say_ignored, standard_form, unsupported
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tools import JSON_DECODER
 
@@ -323,13 +323,7 @@ class TextParameters(BaseModel, ABC):
             return body
         if len(body) > MOST_PARAMETERS:
             raise unsupported("body", f"{len(body):,} parameters; the protocol has fewer than {MOST_PARAMETERS}")
-        for name, accepted in NEUTRAL.items():
-            value = body.get(name)
-            same = (type(value) is type(other) and value == other for other in accepted)  # Python has true for 1
-            if value is not None and not any(same):
-                values = " or ".join(json.dumps(other) for other in accepted)
-                remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
-                raise unsupported(name, f"not supported by this server{remedy}")
+        check_neutral(body, NEUTRAL)
         if info.context is STRICT:
             check_strict(body)
         return standard_form(
@@ -485,10 +479,23 @@ class ChatRequest(TextParameters):
         return _limit(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
 
-def read_request(kind: type[R], body: bytes, strict: bool = False) -> R:
+EXPECTED = MappingProxyType(
+    {
+        "prompt": f"expected a text, token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids",
+        "stop": f"expected a text, or at most {MAX_STOPS} of them, each of 1 to {MAX_STOP_LENGTH} characters",
+        "content": CONTENT,
+        "logit_bias": f'expected {{"TOKEN ID": BIAS, ...}}, at most {MAX_BIASES:,} of them, each bias from -100 to 100',
+        "tool_choice": 'expected "none", "auto", "required", or {"type": "function", "function": {"name": NAME}}',
+    }
+)
+"""These parameters may have several forms, of which the library would tell what the first one lacks."""
+
+
+def read_request(kind: type[R], body: bytes, strict: bool = False, expected: Mapping[str, str] = EXPECTED) -> R:
     """A request from its body. Raises `Refusal` 400, naming the first parameter that is wrong.
 
-    strict -- refuse fields that are not known, and values that OpenAI does not take
+    strict   -- refuse fields that are not known, and values that OpenAI does not take
+    expected -- what is said of a wrong value of these parameters, or of one within it
     """
     try:
         try:
@@ -502,30 +509,20 @@ def read_request(kind: type[R], body: bytes, strict: bool = False) -> R:
             say_ignored(unknown)
             return request
     except ValidationError as error:
-        raise _refusal(error) from error
+        raise _refusal(error, expected) from error
 
 
-_EXPECTED = {
-    "prompt": f"expected a text, a list of token ids, or a list of at most {MAX_PROMPTS} texts or lists of token ids",
-    "stop": f"expected a text, or at most {MAX_STOPS} of them, each of 1 to {MAX_STOP_LENGTH} characters",
-    "content": CONTENT,
-    "logit_bias": f'expected {{"TOKEN ID": BIAS, ...}}, at most {MAX_BIASES:,} of them, each bias from -100 to 100',
-    "tool_choice": 'expected "none", "auto", "required", or {"type": "function", "function": {"name": NAME}}',
-}
-"""These parameters may have several forms, of which the library would tell what the first one lacks."""
-
-
-def _refusal(error: ValidationError) -> Refusal:
+def _refusal(error: ValidationError, expected: Mapping[str, str]) -> Refusal:
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
         return Refusal(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     if first["type"] == "unsupported":
         name = ".".join(str(part) for part in (*first["loc"], first["ctx"]["name"]))
         return Refusal(400, f"{name}: {first['ctx']['reason']}", name, "unsupported_value")
-    forms = next((n for n, part in enumerate(first["loc"], 1) if part in _EXPECTED), None)
+    forms = next((n for n, part in enumerate(first["loc"], 1) if part in expected), None)
     name = ".".join(str(part) for part in first["loc"][:forms])
     if forms:
-        return Refusal(400, f"{name}: {_EXPECTED[str(first['loc'][forms - 1])]}", name, "invalid_value")
+        return Refusal(400, f"{name}: {expected[str(first['loc'][forms - 1])]}", name, "invalid_value")
     if first["type"] == "extra_forbidden":
         return Refusal(400, f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
     if first["type"] == "missing":

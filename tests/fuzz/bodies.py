@@ -111,6 +111,9 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
 def requests_target(model: Path, folder: Path) -> Target:
     """A server of a model, which is sent changed bodies, half of them for a stream."""
     send = _server(model, folder)
+    for path, body in BODIES:
+        if (response := send(path, json.dumps(body).encode())).status_code != 200:
+            raise Broken(f"{path}: a good body is refused: {response.text}")
 
     def write(random: Random, into: Path) -> None:
         path, body = random.choice(BODIES)

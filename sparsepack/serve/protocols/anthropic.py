@@ -151,9 +151,10 @@ class OutputFormat(Part):
 
 
 class OutputConfig(Part):
-    """What the answer is to be; `effort` is ignored."""
+    """What the answer is to be."""
 
     format: OutputFormat | None = None
+    effort: str | None = None
 
 
 class Conversation(BaseModel):
@@ -206,6 +207,8 @@ class MessagesBody(Conversation):
     def for_chat(self) -> Json:
         format = self.output_format or (self.output_config and self.output_config.format)
         chat = {**super().for_chat(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        if self.output_config is not None and self.output_config.effort is not None:
+            chat["reasoning_effort"] = self.output_config.effort
         if format:
             schema = {"name": "output", "schema": format.schema_}
             chat["response_format"] = {"type": "json_schema", "json_schema": schema}
@@ -222,7 +225,7 @@ class MessagesRequest(ChatRequest):
 def read_messages(body: bytes, service: "Service", kind: type[Conversation] = MessagesBody) -> MessagesRequest:
     """Read a body as a chat. Raises `Refusal`."""
     strict = service.options.strict
-    chat = read_request(kind, body, strict).for_chat()
+    chat = read_request(kind, body, strict, expected={}).for_chat()
     if chat.get("n") not in (None, 1):
         raise Refusal(400, "n: this protocol has one answer; leave it out", "n", "unsupported_value")
     return read_request(MessagesRequest, json.dumps(chat).encode(), strict)

@@ -9,7 +9,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import from_json
 
 from sparsepack.serve.answer import Answer, Choice, Json, Usage, server_sent
-from sparsepack.serve.liberal import unsupported
+from sparsepack.serve.liberal import check_neutral, unsupported
 from sparsepack.serve.protocols.parts import (
     AnswerPart,
     AsParts,
@@ -43,7 +43,7 @@ class MessageItem(Part):
     """A message of a conversation."""
 
     role: Literal["user", "assistant", "system", "developer"]
-    content: Annotated[list[TextPart | RefusalPart], AsParts]
+    content: Annotated[list[Annotated[TextPart | RefusalPart, Field(discriminator="type")]], AsParts]
 
     def message(self) -> Json:
         role = "system" if self.role == "developer" else self.role
@@ -146,6 +146,12 @@ class TextFormat(Part):
     schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
 
 
+class Reasoning(Part):
+    """How much the model reasons before its answer, for templates that have it; `summary` is ignored."""
+
+    effort: str | None = None
+
+
 class TextConfig(Part):
     """What the text is to be; `verbosity` is ignored."""
 
@@ -177,6 +183,7 @@ class ResponsesBody(BaseModel):
     tools: list[FunctionTool] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | AllowedTools | None = None
     text: TextConfig | None = None
+    reasoning: Reasoning | None = None
     store: bool | None = None
 
     @model_validator(mode="before")
@@ -184,9 +191,7 @@ class ResponsesBody(BaseModel):
     def _without_what_changes_nothing(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
-        for name, accepted in NEUTRAL.items():
-            if (value := body.get(name)) is not None and value not in accepted:
-                raise unsupported(name, "not supported by this server; leave it out")
+        check_neutral(body, NEUTRAL)
         return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
 
     def for_chat(self, conversation: Sequence[Json]) -> Json:
@@ -195,6 +200,8 @@ class ResponsesBody(BaseModel):
         for message in conversation:
             append_message(messages, dict(message))
         chat = {**(self.model_extra or {}), "messages": messages, "max_completion_tokens": self.max_output_tokens}
+        if self.reasoning is not None:
+            chat["reasoning_effort"] = self.reasoning.effort
         tools, choice = self.tools or [], self.tool_choice
         if isinstance(choice, AllowedTools):
             names = [tool.name for tool in choice.tools]
@@ -214,7 +221,7 @@ class ResponsesBody(BaseModel):
         return chat
 
 
-IGNORED = frozenset(("include", "max_tool_calls", "metadata", "reasoning", "stream_options"))
+IGNORED = frozenset(("include", "max_tool_calls", "metadata", "stream_options"))
 """These parameters say nothing about the text, and are none of `ChatRequest`."""
 
 
@@ -234,7 +241,7 @@ class ResponsesRequest(ChatRequest):
 def read_responses(body: bytes, service: "Service") -> ResponsesRequest:
     """Read a body as a chat. Raises `Refusal`."""
     strict = service.options.strict
-    given = read_request(ResponsesBody, body, strict)
+    given = read_request(ResponsesBody, body, strict, EXPECTED)
     previous = given.previous_response_id
     conversation = [] if previous is None else service.stored_responses.conversation(previous)
     for item in given.input:
@@ -248,6 +255,11 @@ def read_responses(body: bytes, service: "Service") -> ResponsesRequest:
     stored = None if given.store is False else service.stored_responses
     return request.model_copy(update={"repeated": repeated, "conversation": conversation, "stored": stored})
 
+
+EXPECTED = MappingProxyType(
+    {"tool_choice": 'expected "none", "auto", "required", {"type": "function", "name": NAME} or allowed_tools'}
+)
+"""What is said of a wrong value of a parameter with several forms."""
 
 REPEATED: Mapping[str, Any] = MappingProxyType(
     {
