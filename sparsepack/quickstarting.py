@@ -67,18 +67,18 @@ RULES = (
     Rule(
         "zigzag-q6_p",
         4.5,
-        ("cpu",),
+        ("cpu", "cuda"),
         5e8,
-        14,
-        "models so small lose a quarter of what they lose as zigzag-q4_k or less, at half of its speed",
+        11,
+        "models so small lose a quarter of what they lose as zigzag-q4_k, or less",
     ),
-    Rule("zigzag-q4_k", None, ("cpu",), math.inf, 7, "the fastest that was measured on CPUs, and the smallest file"),
+    Rule("zigzag-q4_k", None, ("cpu",), math.inf, 6, "the fastest that was measured on CPUs, and the smallest file"),
     Rule(
         "zigzag-q4_k",
         None,
         ("cuda", "mps"),
         math.inf,
-        7,
+        6,
         "the fastest that was measured on GPUs",
     ),
 )

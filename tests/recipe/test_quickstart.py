@@ -32,7 +32,8 @@ def chosen(size: Size, cores: int, cpu: int | None, cuda: int | None = None, **o
         (SMALL, 16, 16 * GB, None, ("zigzag-q6_p", "cpu", 8)),
         (SMALL, 16, None, None, ("zigzag-q6_p", "cpu", 8)),  # nobody knows how much memory is free
         (SMALL, 16, 10**8, None, ("zigzag-q4_k", "cpu", 8)),
-        (SMALL, 16, 16 * GB, 80 * GB, ("zigzag-q4_k", "cuda", 8)),
+        (SMALL, 16, 16 * GB, 80 * GB, ("zigzag-q6_p", "cuda", 8)),
+        (LARGE, 16, 16 * GB, 80 * GB, ("zigzag-q4_k", "cuda", 8)),
         (LARGE, 16, 16 * GB, 3 * GB, ("zigzag-q4_k", "cpu", 8)),
         (LARGE, 1, 16 * GB, None, ("zigzag-q4_k", "cpu", 0)),
     ],
