@@ -11,7 +11,7 @@
     keep, of  -- the pattern of the weights
 
 y is of the type of x [..., rows]; of a token with an input that is not finite, no output is. NVIDIA GPUs have kernels
-(`runtime.cuda.slide`), other devices the reference.
+(`runtime.cuda.slide`), other devices a dense product; without what `prepare` made, the reference.
 
 To torch this is one operation that depends on its arguments alone: `torch.compile` keeps a model whole, and CUDA graphs
 capture it once it ran with as many tokens. There is no gradient: asking for one is a `UserError`. Tensors that do not
@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.orders.slide import STEPS, Slide
+from sparsepack.formats.orders.slide import SMALLEST, STEPS, Slide
 from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import Sparse24Matrix
@@ -33,6 +34,9 @@ from sparsepack.runtime.reference.products import Sparse24Matrix
 
 def sparse24_linear(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
     """y = x W^T + bias by the operator: [..., columns] -> [..., rows]."""
+    if not (x.is_cuda or torch.compiler.is_compiling() or (x.requires_grad and torch.is_grad_enabled())) and prepared:
+        # On a CPU torch's way to this function takes as long as the product of a small matrix with one token.
+        return _off_gpu(x, matrix, bias, prepared)
     pattern = matrix.how.pattern
     weights = (matrix.values, matrix.positions, matrix.scale)
     y: Tensor = torch.ops.sparsepack.slid_linear(x, *weights, bias, list(prepared), pattern.keep, pattern.of)
@@ -44,28 +48,55 @@ def prepare(matrix: Sparse24Matrix, dtype: torch.dtype, tokens: int = 0) -> list
 
     tokens -- products of up to so many tokens will come: what suits them is found and compiled now. 0: when they come
 
-    It waits for the GPU, which the operator never does. What lies on another device needs nothing. Raises `UserError`
-    for a GPU that has no such product, where a library is missing, or while a CUDA graph is captured; `PackingError`
-    for positions that were changed.
+    It waits for the GPU, which the operator never does. Of what lies on another device it is the weights before they
+    were slid, `dense_type(dtype)` [rows, columns]. Raises `UserError` for a GPU that has no such product, where a
+    library is missing, or while a CUDA graph is captured; `PackingError` for positions that were changed.
     """
-    if not matrix.values.is_cuda:
-        return []
-    from sparsepack.runtime.cuda.slide.product import prepare as prepare_on_gpu
-
     # What is made here serves calls in inference mode and outside of it.
-    with torch.cuda.device(matrix.values.device), torch.inference_mode(False), torch.no_grad():
-        return prepare_on_gpu(matrix, dtype, tokens)
+    with torch.inference_mode(False), torch.no_grad():
+        if not matrix.values.is_cuda:
+            return [matrix.dense(dense_type(dtype))]
+        from sparsepack.runtime.cuda.slide.product import prepare as prepare_on_gpu
+
+        with torch.cuda.device(matrix.values.device):
+            return prepare_on_gpu(matrix, dtype, tokens)
 
 
-def _by_reference(x: Tensor, *weights: Any) -> Tensor:
-    matrix, bias, _ = _unpack(x, *weights)
-    inputs = x.reshape(-1, matrix.columns)
-    finite = inputs.isfinite().all(-1, keepdim=True)
-    q, scale = reference.quantise_slide(torch.where(finite, inputs, 0), matrix.how, matrix.values.dtype)
-    y = reference.slide_matmul(matrix, q, scale)
+_MOST = {dtype: torch.tensor(steps) for dtype, steps in STEPS.items()}
+"""Tensors: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice."""
+
+
+def dense_type(dtype: torch.dtype) -> torch.dtype:
+    """The type of dense weights for inputs of a type on a CPU: bfloat16 where the processor multiplies it. Values of 8
+    bits are exact in each."""
+    fast = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return torch.bfloat16 if fast and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+
+
+def _off_gpu(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
+    product = _by_dense if prepared else _by_reference
+    y = product(x.reshape(-1, matrix.columns), matrix, *prepared)
     if bias is not None:
         y = y + bias.float()
-    return torch.where(finite, y, torch.nan).to(x.dtype).view(*x.shape[:-1], len(matrix.values))
+    return y.to(x.dtype).view(*x.shape[:-1], len(matrix.values))
+
+
+def _by_dense(x: Tensor, matrix: Sparse24Matrix, dense: Tensor) -> Tensor:
+    """As `_by_reference` but for roundings of sums to the type of `dense`, in few operations, since of one token each
+    costs a part of the product: [tokens, columns] -> float32 [tokens, rows]."""
+    dtype = matrix.values.dtype
+    if matrix.scale is None:
+        return F.linear(x.to(dtype).to(dense.dtype), dense).float()
+    largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32).clamp_(min=SMALLEST)
+    q = x * (_MOST[dtype] / largest)  # float32; NaN where an input is infinite or NaN, which int8 would not keep
+    q = q.to(dtype) if dtype.is_floating_point else q.round_()
+    return F.linear(q.to(dense.dtype), dense).float().mul_(largest / _MOST[dtype] * matrix.scale)
+
+
+def _by_reference(x: Tensor, matrix: Sparse24Matrix) -> Tensor:
+    finite = x.isfinite().all(-1, keepdim=True)
+    q, scale = reference.quantise_slide(torch.where(finite, x, 0), matrix.how, matrix.values.dtype)
+    return torch.where(finite, reference.slide_matmul(matrix, q, scale), torch.nan)
 
 
 def _on_gpu(x: Tensor, *weights: Any) -> Tensor:
@@ -132,7 +163,9 @@ _library.define(
     "int of) -> Tensor"
 )
 _library.define("slid_linear_gradient(Tensor gradient, int columns) -> Tensor")
-_library.impl("slid_linear", _by_reference, "CompositeExplicitAutograd")  # CPUs, and all that have none of their own
+_library.impl(  # CPUs, and all that have none of their own
+    "slid_linear", lambda x, *weights: _off_gpu(x, *_unpack(x, *weights)), "CompositeExplicitAutograd"
+)
 _library.impl("slid_linear", _on_gpu, "CUDA")
 _library.impl("slid_linear_gradient", _refuse, "CompositeExplicitAutograd")
 torch.library.register_fake("sparsepack::slid_linear", _shape_alone, lib=_library)

@@ -57,9 +57,20 @@ def test_it_computes_what_the_reference_says(
     x = x.to(of_inputs)
     q, scale = reference.quantise_slide(x.reshape(-1, columns), m.how, dtype)
     wanted = (reference.slide_matmul(m, q, scale) + bias).to(of_inputs).view(*tokens, rows)
-    found = sparse24_linear(x, m, bias, prepare(m, of_inputs))
-    assert found.dtype == of_inputs
-    assert torch.equal(found, wanted)
+    assert torch.equal(sparse24_linear(x, m, bias, []), wanted)
+    torch.testing.assert_close(sparse24_linear(x, m, bias, prepare(m, of_inputs)), wanted)
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+def test_a_processor_that_multiplies_bfloat16_has_dense_weights_of_it(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
+    m, x = matrix(40, 2080, Pattern(6, 8), dtype), torch.randn(3, 2080).bfloat16()
+    prepared = prepare(m, x.dtype)
+    assert prepared[0].dtype == torch.bfloat16
+    found, wanted = (sparse24_linear(x, m, None, weights).float() for weights in (prepared, []))
+    assert (found - wanted).norm() <= 2**-8 * wanted.norm()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -137,7 +148,7 @@ def test_compiled_or_not_weights_are_prepared_once_and_again_when_they_change(mo
 
     def counted(matrix: Sparse24Matrix, dtype: torch.dtype) -> list[Tensor]:
         calls.append(dtype)
-        return [matrix.positions + 1]
+        return prepare(matrix, dtype)
 
     monkeypatch.setattr(module, "prepare", counted)
     eager, other = linear(16, 64, torch.int8), linear(16, 64, torch.int8)

@@ -23,7 +23,7 @@ from sparsepack.formats.orders.slide import STEPS, Slide
 from sparsepack.formats.slide import Sparse24Artifact, configured_slides, configured_type
 from sparsepack.progress import say
 from sparsepack.runtime.reference.products import Sparse24Matrix
-from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
+from sparsepack.runtime.sparse24_operator import dense_type, prepare, sparse24_linear
 
 VERIFY = "SPARSEPACK_VERIFY"
 """The environment variable that leaves the check out where it is 0."""
@@ -239,6 +239,14 @@ class Sparse24Quantizer(HfQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **settings: Any) -> None:
         """Attaches what the folder says of sparse attention, or says on stderr why the model runs dense."""
+        linears = [module for module in model.modules() if isinstance(module, Sparse24Linear)]
+        if linears and linears[0].weight.device.type == "cpu":
+            dtype = dense_type(model.dtype)
+            taken = sum(of.in_features * of.out_features for of in linears) * dtype.itemsize
+            say(
+                f"{model.name_or_path}: on a CPU its {len(linears)} slid Linears are multiplied with their zeros, in "
+                f"{str(dtype).removeprefix('torch.')}: {taken / 1e9:.2f} GB more from the first product on"
+            )
         found, self._manifest = self._manifest, None
         if found is None:  # saved by transformers, which keeps the tensors alone
             if self.quantization_config.attention:

@@ -30,7 +30,16 @@ from sparsepack.formats.matrix import PackedMatrix, decode_matrix
 from sparsepack.formats.orders import neuron as codec
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.gates import GateCopy, by_neuron
-from sparsepack.formats.orders.slide import STEPS, Slide, expand, quantise_rows, unpack_positions, windowed
+from sparsepack.formats.orders.slide import (
+    PIECE,
+    STEPS,
+    Slide,
+    expand,
+    quantise_rows,
+    unpack_positions,
+    unslide,
+    windowed,
+)
 from sparsepack.models.activations import clamped_swiglu
 from sparsepack.models.blocks import CLAMPED_SWIGLU, Router
 
@@ -103,6 +112,17 @@ class Sparse24Matrix:
     scale: Tensor | None
     how: Slide
     columns: int
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """The weights before they were slid, without their scales: `dtype` [rows, columns]. Raises `PackingError` for
+        positions that were changed."""
+        (rows, stored), step = self.values.shape, max(1, PIECE // max(1, self.columns))
+        whole = torch.empty(rows, self.columns, dtype=dtype, device=self.values.device)
+        for first in range(0, rows, step):  # unpacked positions take many times the memory of packed ones
+            part = slice(first, first + step)
+            positions = unpack_positions(self.positions[part], stored, self.how)
+            whole[part] = unslide(self.values[part].float(), positions, self.how, self.columns)
+        return whole
 
 
 def quantise_slide(x: Tensor, how: Slide, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:

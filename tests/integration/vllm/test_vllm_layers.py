@@ -95,7 +95,7 @@ def test_fused_parts_are_the_product_of_all_rows(pattern: Pattern, format: str) 
         load(qkv, matrix, shard)
     x = torch.randn(5, hidden)
     assert isinstance(qkv.quant_method, Sparse24LinearMethod)
-    assert torch.equal(ready(qkv)(x)[0], sparse24_linear(x, together(*matrices), None, []))
+    torch.testing.assert_close(ready(qkv)(x)[0], sparse24_linear(x, together(*matrices), None, []))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -107,12 +107,12 @@ def test_merged_row_and_replicated_layers(dtype: torch.dtype) -> None:
     load(merged, gate, 0)
     load(merged, up, 1)
     x = torch.randn(3, 64).to(dtype)
-    assert torch.equal(ready(merged)(x)[0], sparse24_linear(x, together(gate, up), None, []))
+    torch.testing.assert_close(ready(merged)(x)[0], sparse24_linear(x, together(gate, up), None, []))
     for kind, name in ((RowParallelLinear, "down"), (ReplicatedLinear, "one"), (ColumnParallelLinear, "down")):
         layer, m = kind(64, 40, bias=True, prefix=name, **options), slid(40, 64, SIX)
         load(layer, m)
         layer.bias.data = torch.randn(40).to(dtype)
-        assert torch.equal(ready(layer)(x)[0], sparse24_linear(x, m, layer.bias, []))
+        torch.testing.assert_close(ready(layer)(x)[0], sparse24_linear(x, m, layer.bias, []))
 
 
 def test_rows_that_are_fused_in_the_folder_are_taken_as_they_are() -> None:
@@ -121,7 +121,7 @@ def test_rows_that_are_fused_in_the_folder_are_taken_as_they_are() -> None:
     )
     m, x = slid(64, 64, SIX), torch.randn(2, 64)
     load(merged, m)
-    assert torch.equal(ready(merged)(x)[0], sparse24_linear(x, m, None, []))
+    torch.testing.assert_close(ready(merged)(x)[0], sparse24_linear(x, m, None, []))
 
 
 def test_layers_that_were_not_pruned_are_dense() -> None:
@@ -227,7 +227,7 @@ def test_reloaded_weights_are_prepared_anew_where_graphs_read_them(monkeypatch: 
     record_metadata_for_reloading(layer)
     first, second, x = slid(32, 64, SIX), slid(32, 64, SIX), torch.randn(2, 64)
     load(layer, first)
-    assert torch.equal(ready(layer)(x)[0], sparse24_linear(x, first, None, []))
+    torch.testing.assert_close(ready(layer)(x)[0], sparse24_linear(x, first, None, []))
     places = [tensor.data_ptr() for tensor in seen]
     initialize_layerwise_reload(layer)
     load(layer, second)
@@ -235,7 +235,7 @@ def test_reloaded_weights_are_prepared_anew_where_graphs_read_them(monkeypatch: 
     assert torch.equal(layer(x)[0], sparse24_linear(x, second, None, []))
     assert [tensor.data_ptr() for tensor in seen] == places
     load(layer, first)  # in place, as kernels have it
-    assert torch.equal(ready(layer)(x)[0], sparse24_linear(x, first, None, []))
+    torch.testing.assert_close(ready(layer)(x)[0], sparse24_linear(x, first, None, []))
     assert [tensor.data_ptr() for tensor in seen] == places
 
 

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from sparsepack.errors import UserError
-from sparsepack.formats.orders.slide import Slide, unpack_positions, unslide, windowed
+from sparsepack.formats.orders.slide import Slide, unpack_positions, windowed
 from sparsepack.runtime.cuda.driver.kernel import architecture, check_architecture, kernel, launch
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
 from sparsepack.runtime.cuda.slide.cusparselt import LARGEST, best_algorithm
@@ -291,11 +291,7 @@ def _quantised(x: Tensor, matrix: Sparse24Matrix, filled: int, expanded: int) ->
 def _prepare_dense(matrix: Sparse24Matrix) -> list[Tensor]:
     """The weights as they were before they were slid."""
     warnings.warn("slide-bf16 is multiplied dense on this GPU, where that is faster; slide-int8 is not", stacklevel=2)
-    whole = matrix.values.new_empty(len(matrix.values), matrix.columns)
-    for rows, part in _parts(matrix):
-        positions = unpack_positions(part.positions, part.values.shape[1], part.how)
-        whole[rows] = unslide(part.values, positions, part.how, part.columns)
-    return [whole]
+    return [matrix.dense(matrix.values.dtype)]
 
 
 def _run_dense(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
