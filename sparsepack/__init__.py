@@ -48,6 +48,7 @@ __all__ = [
     "prune",
     "push",
     "quickstart",
+    "records",
     "report",
     "rotate",
     "run",
@@ -74,6 +75,7 @@ if TYPE_CHECKING:
     from sparsepack.errors import UserError
     from sparsepack.eval.options import EvalRequest
     from sparsepack.eval.run import evaluate
+    from sparsepack.files.records import records
     from sparsepack.formats.verify import verify
     from sparsepack.loading import Model, load
     from sparsepack.packing import PackRequest, pack
@@ -120,6 +122,7 @@ _HOMES = {
     "prune": "sparsepack.calibrate.pruning",
     "push": "sparsepack.publish.hub",
     "quickstart": "sparsepack.quickstarting",
+    "records": "sparsepack.files.records",
     "report": "sparsepack.publish.page:report_page",
     "rotate": "sparsepack.calibrate.rotation",
     "run": "sparsepack.recipe.run:run_recipe",

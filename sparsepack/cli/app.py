@@ -70,7 +70,8 @@ def main() -> None:
     """Find where a language model is sparse, pack it so that hardware profits, prove it is still the same model.
 
     MODEL is a Hugging Face folder or hub id, a GGUF, shipped:tiny, or shipped:tiny-mixture. TEXT is
-    a .txt or .jsonl file (also .xz, .gz), shipped:train, shipped:heldout, or a data set NAME[:CONFIG[:SPLIT[:FIELD]]].
+    a .txt, .jsonl, .json, .csv or .tsv file (also .xz, .gz), a .parquet file, a folder of such files, one of these with
+    :FIELD, shipped:train, shipped:heldout, or a data set NAME[:CONFIG[:SPLIT[:FIELD]]].
 
     Exit status: 0 done, 1 the run or a check failed, 2 a mistake in what was asked, 3 a gate failed, 130 interrupted.
 

@@ -96,13 +96,18 @@ class Command(click.Command):
 
     def _check_names(self, values: Mapping[str, Any]) -> None:
         """Raise `UserError` for a model or a text that is a path to nothing, before anything is imported."""
+        from sparsepack.files.text import OPENERS, TEXT_SUFFIXES, path_and_field
+
         expected = "a model's folder, a .gguf file, or the name of a model on the hub"
-        of_text = "a .txt or .jsonl file (also .xz, .gz), shipped:train, or the name of a data set on the hub"
-        kinds = ((MODELS, (".gguf",), expected), (TEXTS, (".txt", ".jsonl", ".xz", ".gz"), of_text))
+        of_text = (
+            "a .txt, .jsonl, .json, .csv or .tsv file (also .xz, .gz), a .parquet file, a folder of them, "
+            "shipped:train, or the name of a data set on the hub"
+        )
+        kinds = ((MODELS, (".gguf",), expected), (TEXTS, (*TEXT_SUFFIXES, *OPENERS), of_text))
         for names, suffixes, what in kinds:
             for value in (values.get(name) for name in names):
                 for each in value if isinstance(value, tuple) else (value,):
-                    if isinstance(each, str) and is_missing_path(each, *suffixes):
+                    if isinstance(each, str) and is_missing_path(str(path_and_field(each)[0]), *suffixes):
                         raise UserError(f"{each}: no such file or folder; expected {what}")
 
     def _check_outputs(self, values: Mapping[str, Any]) -> None:
@@ -263,7 +268,8 @@ json_output = group(
         "json_path",
         metavar="FILE",
         callback=_writable,
-        help="Write the result as JSON; - for standard output.",
+        help="Write the result as JSON, as flat records (a line each, for pandas) where FILE ends in .jsonl; - for "
+        "standard output.",
     ),
 )
 
@@ -287,11 +293,11 @@ def print_json(value: Any) -> None:
 
 def emit(result: Any, json_path: str | None, table: Callable[[Any], str]) -> None:
     """Print a result as a table, and write it as JSON to a file; for `-` print JSON alone."""
-    from sparsepack.files.atomic import write_json
+    from sparsepack.files.records import write_result
 
     if json_path == "-":
         print_json(result)
         return
     tell(printable(table(result)))
     if json_path:
-        write_json(Path(json_path), result)
+        write_result(Path(json_path), result)

@@ -62,7 +62,7 @@ def test_a_verb_of_another_program_is_told_the_right_one(typed: str, hint: str) 
             "calibrate nowhere/nothing/m --text shipped:train -o cal",
             "nowhere/nothing/m: no such file or folder; expect",
         ),
-        ("calibrate shipped:tiny --text nothing.txt -o cal", "nothing.txt: no such file or folder; expected a .txt or"),
+        ("calibrate shipped:tiny --text nothing.txt -o cal", "nothing.txt: no such file or folder; expected a .txt,"),
         ("eval nothing.gguf --perplexity shipped:heldout", "nothing.gguf: no such file or folder; expected a model's"),
         ("pack shipped:tiny -o there.gguf", "there.gguf: exists already; give another name or --overwrite"),
         ("pack shipped:tiny -o nowhere/m.gguf", "nowhere does not exist; create it first"),

@@ -4,10 +4,13 @@ import gzip
 import hashlib
 import json
 import lzma
+import sys
 
+import datasets
+import pandas
 import pytest
 
-from sparsepack.errors import TextError
+from sparsepack.errors import TextError, UserError
 from sparsepack.files.text import read_text
 
 ROWS = '{"title": "a", "text": "One."}\n\n{"text": "Zwei ü."}\n{"text": "  "}\n'
@@ -35,6 +38,62 @@ def one_line(path) -> str:
 def test_a_txt_is_one_document_and_a_jsonl_one_a_line(tmp_path, end):
     assert documents(str(written(tmp_path / f"a.txt{end}", "One.\n\nTwo."))) == ("One.\n\nTwo.",)
     assert documents(str(written(tmp_path / f"a.jsonl{end}", ROWS))) == ("One.", "Zwei ü.")
+
+
+TABLE = {"id": [1, 2, 3], "body": ["One, \n2.", None, 'Zwei "ü".'], "url": ["a", "b", "c"]}
+
+
+@pytest.fixture(params=["csv", "tsv", "csv.gz", "json", "records.json", "lines.json", "jsonl.xz", "parquet", "saved"])
+def table(request, tmp_path):
+    """A table in each of the ways in which people keep one."""
+    path, frame = tmp_path / f"table.{request.param}", pandas.DataFrame(TABLE).fillna("")
+    if ".csv" in path.name or ".tsv" in path.name:
+        frame.to_csv(path, index=False, sep="\t" if ".tsv" in path.name else ",")
+    elif request.param == "parquet":
+        pandas.DataFrame(TABLE).to_parquet(path)
+    elif request.param == "saved":
+        datasets.Dataset.from_dict(TABLE).save_to_disk(path)
+    elif request.param == "json":
+        frame.to_json(path)
+    else:
+        frame.to_json(path, orient="records", lines="records" not in request.param)
+    return path
+
+
+def test_a_table_of_any_kind_is_read_by_the_field_that_is_named(table):
+    assert documents(f"{table}:body") == ("One, \n2.", 'Zwei "ü".')
+    for name in (f"{table}:none", table):
+        assert "it has id, body, url: name one, as PATH:FIELD" in one_line(name)
+
+
+def test_the_only_field_with_text_need_not_be_named(tmp_path):
+    frame = pandas.DataFrame({"id": [1, 2], "body": ["One.", "Two."]})
+    frame.to_parquet(tmp_path / "a.parquet")
+    frame[["body"]].to_csv(tmp_path / "b.csv", index=False)
+    (tmp_path / "deep").mkdir()
+    frame.to_json(tmp_path / "deep" / "c.json", orient="records")
+    (tmp_path / "notes.md").write_text("no text")
+    text = read_text(str(tmp_path))
+    assert [*text.documents] == ["One.", "Two."] * 3 == [*text.documents]
+
+
+def test_a_saved_data_set_with_splits_is_read_by_one_of_them(tmp_path):
+    rows = datasets.Dataset.from_dict({"text": ["One."]})
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "saved")
+    assert f"name one of them: {tmp_path / 'saved' / 'test'}, " in one_line(tmp_path / "saved")
+    assert documents(str(tmp_path / "saved" / "train")) == ("One.",)
+
+
+def test_a_missing_library_is_named(tmp_path, monkeypatch):
+    pandas.DataFrame({"text": ["One."]}).to_parquet(tmp_path / "a.parquet")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    monkeypatch.delattr("pyarrow.parquet", raising=False)
+    with pytest.raises(UserError, match=r"a Parquet file needs pyarrow.* pip install 'sparsepack\[datasets\]'"):
+        read_text(str(tmp_path / "a.parquet"))
+
+
+def test_a_quote_that_does_not_end_is_refused(tmp_path):
+    assert "not CSV (unexpected end of data)" in one_line(written(tmp_path / "a.csv", 'text\n"One.\n'))
 
 
 def test_several_texts_are_read_as_one(tmp_path):
@@ -89,9 +148,11 @@ def test_a_blank_text_is_refused(tmp_path, name, content):
 
 
 def test_what_is_no_text_file_is_refused(tmp_path):
-    assert "a folder" in one_line(tmp_path)
-    assert "expected .txt or .jsonl" in one_line(written(tmp_path / "a.parquet", "x"))
-    assert "expected .txt or .jsonl" in one_line(written(tmp_path / "a.xz", "x"))
+    assert "a folder without a text" in one_line(tmp_path)
+    assert "expected .txt, .jsonl" in one_line(written(tmp_path / "a.pdf", "x"))
+    assert "expected .txt, .jsonl" in one_line(written(tmp_path / "a.xz", "x"))
+    assert "is it whole?" in one_line(written(tmp_path / "a.parquet", "x"))
+    assert "a .txt file has no fields" in one_line(f"{written(tmp_path / 'a.txt', 'x')}:body")
     assert "no such file" in one_line(tmp_path / "none.txt.xz")
     assert "no such file" in one_line(tmp_path / "none")
     (tmp_path / "a.txt").write_bytes(b"caf\xe9")
@@ -118,8 +179,6 @@ class _Rows(dict):
 
 
 def test_a_data_set_is_named_by_config_split_and_field(monkeypatch):
-    import datasets
-
     asked = []
 
     def load_dataset(*names, split):

@@ -72,7 +72,7 @@ def run(
     Relative paths in it start at the working directory. A work folder in which another recipe ran (another name, file
     or model) is refused without --overwrite.
     """
-    from sparsepack.files.atomic import write_json
+    from sparsepack.files.records import write_result
     from sparsepack.recipe import run_recipe
 
     # With JSON on standard output, the tables stand aside.
@@ -81,6 +81,6 @@ def run(
     if json_path == "-":
         print_json(outcome.report)
     elif json_path:
-        write_json(Path(json_path), outcome.report)
+        write_result(Path(json_path), outcome.report)
     if not outcome.passed:
         sys.exit(3)
