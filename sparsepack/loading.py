@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
 from sparsepack.models.tokenizer.chat import Message, render_chat
-from sparsepack.option import check_type, check_types
+from sparsepack.option import check_type, check_types, with_values
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import requested_backend
 from sparsepack.runtime.generation.generate import (
@@ -28,7 +28,7 @@ from sparsepack.runtime.generation.generate import (
     open_tokenizer,
     prompt_tokens,
 )
-from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions
+from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions, generate_options
 
 
 @dataclass(frozen=True)
@@ -42,6 +42,9 @@ class Model:
     engine: Engine
     chat_template: str | None = None
 
+    def __repr__(self) -> str:
+        return f"Model({self.packed.summary}, {self.engine.description})"
+
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """Text to ids and back. Raises `ArtifactError` where it is damaged."""
@@ -50,8 +53,10 @@ class Model:
     def generate(self, prompt: str, options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Continue a prompt: an iterator over pieces of text as they are made, whose `result()` says how it ended.
 
-        options, changes -- `GenerateOptions`, and fields of it that are different: `generate("The", tokens=8)`. What is
-                            left None of how tokens are chosen is as the model's makers suggest
+        options, changes -- `GenerateOptions`, and fields of it that are different: `generate("The", tokens=8)`, by the
+                            names of OpenAI or transformers, too: `max_tokens`, `max_new_tokens`
+                            (`runtime.options.generate_options`). What is left None of how tokens are chosen is as the
+                            model's makers suggest
 
         The engine forgets its text, so that the same prompt gives the same text. Raises `UserError` as
         `runtime.generation.generate.generate` does, before anything runs.
@@ -59,11 +64,14 @@ class Model:
         check_type("prompt", prompt, str, UserError)
         return generate(self.engine, self.tokenizer, self._tokens(prompt), self._with(options, changes))
 
-    def generate_together(self, prompts: Sequence[str], options: GenerateOptions | None = None) -> list[Generated]:
-        """Continue a prompt in each of the engine's sequences; see `runtime.generation.generate.generate_together`."""
+    def generate_together(
+        self, prompts: Sequence[str], options: GenerateOptions | None = None, **changes: Any
+    ) -> list[Generated]:
+        """Continue a prompt in each of the engine's sequences, with options as for `generate`; see
+        `runtime.generation.generate.generate_together`."""
         check_type("prompts", prompts, tuple[str, ...], UserError)
         ids = [self._tokens(prompt) for prompt in prompts]
-        return generate_together(self.engine, self.tokenizer, ids, self._with(options, {}))
+        return generate_together(self.engine, self.tokenizer, ids, self._with(options, changes))
 
     def chat(self, messages: Sequence[Message], options: GenerateOptions | None = None, **changes: Any) -> Generation:
         """Answer the last message of a conversation: as `generate`, with the text that the chat template makes of it.
@@ -124,7 +132,7 @@ class Model:
 
     def _with(self, options: GenerateOptions | None, changes: dict[str, Any]) -> GenerateOptions:
         check_type("options", options, GenerateOptions | None, UserError)
-        options = replace(options or GenerateOptions(), **changes)
+        options = generate_options(options or GenerateOptions(), changes, self.packed.generation)
         check_types(options, UserError)
         return check_generate_options(apply_suggestions(options, self.packed.generation)[0])
 
@@ -150,7 +158,7 @@ def load(
     check_type("options", options, EngineOptions | None, UserError)
     given = {"device": device, "context": context}
     changes |= {name: value for name, value in given.items() if value is not None}
-    options = replace(options or EngineOptions(), **changes)
+    options = with_values(options or EngineOptions(), changes, UserError)
     requested_backend(options)  # before a large file is read
     packed = read_packed(Path(path), verify=verify)
     return Model(packed, Engine(packed, options), packed.chat_template)

@@ -7,6 +7,7 @@ there. An option dataclass needs neither click nor pydantic.
 import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
+from difflib import get_close_matches
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -227,6 +228,29 @@ def check_options(asked: Any, error: type[Exception], but: Collection[str] = ())
     changed = [name for name in declared_of if getattr(asked, name) != default_of(type(asked), name)]
     for line in idle(changed, lambda name: getattr(asked, name, None), lambda name: declared_of[name].counts):
         raise error(line)
+
+
+def with_values(
+    asked: Asked, given: Mapping[str, Any], error: type[Exception], others: Mapping[str, str] = {}
+) -> Asked:
+    """A dataclass with other values.
+
+    given  -- by the names of fields, or by others
+    others -- further names -> the field that each stands for
+
+    Raises `error` for a name that is neither, with the nearest one, and for two names of one field.
+    """
+    names, values = [each.name for each in fields(asked)], dict[str, tuple[str, Any]]()
+    for name, value in given.items():
+        field = others.get(name, name)
+        if field not in names:
+            near = get_close_matches(name, [*names, *others], 1)
+            remedy = f"did you mean {near[0]}?" if near else f"expected one of {', '.join(names)}"
+            raise error(f"{name}: no such option; {remedy}")
+        if field in values:
+            raise error(f"{name}: {values[field][0]} says the same; leave one of them out")
+        values[field] = name, value
+    return replace(asked, **{field: value for field, (_, value) in values.items()})
 
 
 def is_missing_path(name: str, *suffixes: str) -> bool:

@@ -54,7 +54,7 @@ def test_a_loaded_model_refuses_values_of_another_type(tmp_path: Path) -> None:
     model = sparsepack.load(tmp_path / "m.gguf")
     wrong: tuple[Callable[[], Any], ...] = (
         lambda: model.generate(3),  # type: ignore[arg-type]
-        lambda: model.generate("a", stop="x"),
+        lambda: model.generate("a", stop=3),
         lambda: model.generate("a", tokens="3"),
         lambda: model.generate_together("abc"),
         lambda: model.chat("hello"),  # type: ignore[arg-type]

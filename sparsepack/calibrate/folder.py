@@ -185,6 +185,11 @@ class Calibration:
     windows: Tensor
     held_out: Tensor = field(default_factory=lambda: torch.empty(0, 0, dtype=torch.int32))
 
+    def __repr__(self) -> str:
+        windows, positions = self.windows.shape
+        model, blocks = self.manifest["model"]["name"], len(self.layers)
+        return f"Calibration({model}, {blocks} blocks, {windows} windows of {positions} tokens)"
+
     @property
     def sha256(self) -> str:
         """Hash of the manifest, which itself holds the hash of the statistics."""

@@ -60,6 +60,12 @@ class Thresholds:
     of_bases: int = 0
     has_row: bool = True
 
+    def __repr__(self) -> str:
+        return (
+            f"Thresholds({self.allocation}, sparsity {self.sparsity:.3g}, {len(self.sparse_sites)} of "
+            f"{len(self.rules)} sites may be sparse)"
+        )
+
     def check_model(self, checkpoint: Checkpoint) -> None:
         """Raise `ThresholdsError` unless the table is of that model and has a rule for every site."""
         if self.model_sha256 != checkpoint.sha256:

@@ -93,6 +93,9 @@ class Trace:
     path: Path
     manifest: dict[str, Any]
 
+    def __repr__(self) -> str:
+        return f"Trace({self.path}, {self.layers} blocks of {self.neurons} {self.unit}, {len(self.sessions)} sessions)"
+
     @property
     def layers(self) -> int:
         """Number of decoder blocks."""

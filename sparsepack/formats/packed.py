@@ -430,6 +430,20 @@ class PackedModel:
     output_norm_bias: Tensor | None = None
     per_layer: PackedPerLayerInputs | None = None
 
+    def __repr__(self) -> str:
+        return f"PackedModel({self.summary})"
+
+    @property
+    def summary(self) -> str:
+        """Source, format and size in a few words."""
+        matrices = [matrix for layer in self.layers for matrix in layer.matrices.values()]
+        nbytes = sum(matrix.nbytes for matrix in matrices)
+        weights = sum(matrix.rows * matrix.columns * getattr(matrix, "experts", 1) for matrix in matrices)
+        return (
+            f"{self.manifest['model']['name']}, {self.manifest['kind']}, {len(self.layers)} blocks of "
+            f"{weights / 1e6:,.1f} M weights, {nbytes / 1e6:,.1f} MB, {8 * nbytes / weights:.2f} bits a weight"
+        )
+
     @property
     def scaled_output_norm(self) -> Tensor:
         """The weight of the last norm, by which logits have the model's scale."""

@@ -1,12 +1,12 @@
 """How a model runs and how a text is continued. Nothing heavy is imported here: the command line and recipes read the
 defaults."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sparsepack.errors import UserError
-from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option
+from sparsepack.option import LARGEST_COUNT, LARGEST_SEED, check_options, not_with, only_with, option, with_values
 from sparsepack.placement.budget import parse_bytes
 from sparsepack.placement.machine import BandwidthProfile
 from sparsepack.placement.options import MOST_LISTED, ONLINE
@@ -198,3 +198,64 @@ class GenerateOptions:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     constraint: Callable[[], Any] | None = None
+
+
+GENERATE_NAMES: Mapping[str, str] = {
+    "max_tokens": "tokens",  # OpenAI, vLLM, llama-cpp-python
+    "max_completion_tokens": "tokens",  # OpenAI
+    "max_new_tokens": "tokens",  # transformers
+    "n_predict": "tokens",  # llama.cpp
+    "num_predict": "tokens",  # Ollama
+    "stop_strings": "stop",  # transformers
+    "stop_sequences": "stop",  # Anthropic
+    "repetition_penalty": "repeat_penalty",  # transformers, vLLM
+}
+"""What other programs call a field of `GenerateOptions`."""
+
+GENERATE_NEUTRAL: Mapping[str, Any] = {
+    "n": 1,
+    "num_return_sequences": 1,
+    "num_beams": 1,
+    "use_cache": True,
+    "length_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+}
+"""Options of other programs that are accepted with the one value that changes nothing."""
+
+
+def generate_options(
+    options: GenerateOptions, given: Mapping[str, Any], suggested: Mapping[str, Any] = {}
+) -> GenerateOptions:
+    """The options with other values, by our names and those of OpenAI, transformers and llama.cpp.
+
+    given     -- a value of None changes nothing. `do_sample=False` is temperature 0; `do_sample=True` without a
+                 temperature is that of `suggested`, or else 1. -1 tokens are as many as the context has room for, top_k
+                 0 or -1 is all, `stop` may be one string, `logit_bias` a dictionary
+    suggested -- how the model's makers would have tokens chosen
+
+    Raises `UserError` for a name that there is not, with the nearest one, and for values that exclude each other.
+    """
+    values = {name: value for name, value in given.items() if value is not None}
+    for name, neutral in GENERATE_NEUTRAL.items():
+        if (value := values.pop(name, neutral)) != neutral:
+            several = " (several prompts: load(..., sequences=N) and generate_together)" * name.startswith("n")
+            raise UserError(f"{name} {value}: only {neutral} is supported{several}; leave it out")
+    sampled = values.pop("do_sample", None)
+    options = with_values(options, values, UserError, GENERATE_NAMES)
+    temperature, stop, bias = options.temperature, options.stop, options.logit_bias
+    if sampled is not None and temperature is None:
+        temperature = (suggested.get("temperature") or 1.0) if sampled else 0.0
+    elif sampled is not None and sampled != bool(temperature):
+        raise UserError(f"do_sample {sampled}: temperature {temperature} says otherwise; leave one of them out")
+    if isinstance(bias, Mapping):
+        if not all(str(id).isdecimal() for id in bias):
+            raise UserError(f"logit_bias {str(bias)[:80]}: expected a dictionary of token ids")
+        bias = tuple((int(id), amount) for id, amount in bias.items())
+    return replace(
+        options,
+        tokens=LARGEST_COUNT if options.tokens == -1 else options.tokens,
+        temperature=temperature,
+        top_k=None if options.top_k in (0, -1) else options.top_k,
+        stop=(stop,) if isinstance(stop, str) else stop,
+        logit_bias=bias,
+    )

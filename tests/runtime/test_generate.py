@@ -18,11 +18,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.models.activity import Skipped
+from sparsepack.option import LARGEST_COUNT
 from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import TextStream
 from sparsepack.runtime.generation.generate import generate, open_tokenizer, prompt_tokens
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.options import GenerateOptions, generate_options
 
 SPECIAL = ["<unk>", "<s>", "</s>"]
 
@@ -332,3 +333,37 @@ def test_a_real_engine_generates_the_same_text_for_the_same_seed(backend: str) -
     assert text() == text()
     assert text(temperature=1.0, seed=1) == text(temperature=1.0, seed=1)
     assert text(temperature=1.0, seed=1) != text(temperature=1.0, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"max_tokens": 5}, GenerateOptions(5)),
+        ({"max_new_tokens": 5, "do_sample": False}, GenerateOptions(5, temperature=0.0)),
+        ({"do_sample": True, "top_k": 0, "top_p": 0.9}, GenerateOptions(temperature=0.7, top_p=0.9)),
+        ({"do_sample": True, "temperature": 0.2}, GenerateOptions(temperature=0.2)),
+        ({"max_tokens": -1, "stop": "\n"}, GenerateOptions(LARGEST_COUNT, stop=("\n",))),
+        ({"stop_strings": ["a", "b"], "repetition_penalty": 1.1}, GenerateOptions(stop=["a", "b"], repeat_penalty=1.1)),  # type: ignore[arg-type]
+        ({"logit_bias": {"50": -100}, "seed": None, "n": 1}, GenerateOptions(logit_bias=((50, -100),))),
+    ],
+)
+def test_options_have_the_names_of_other_programs_too(given: dict[str, Any], expected: GenerateOptions) -> None:
+    assert generate_options(GenerateOptions(), given, {"temperature": 0.7}) == expected
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"max_token": 5}, "max_token: no such option; did you mean max_tokens?"),
+        ({"zzz": 5}, "zzz: no such option; expected one of tokens, temperature, "),
+        ({"max_tokens": 5, "tokens": 5}, "tokens: max_tokens says the same; leave one of them out"),
+        ({"do_sample": True, "temperature": 0}, "do_sample True: temperature 0 says otherwise"),
+        ({"num_return_sequences": 3}, "num_return_sequences 3: only 1 is supported"),
+        ({"num_beams": 4}, "num_beams 4: only 1 is supported"),
+        ({"logit_bias": {"the": 1}}, "expected a dictionary of token ids"),
+    ],
+)
+def test_a_name_that_there_is_not_is_one_line_with_the_nearest(given: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as refused:
+        generate_options(GenerateOptions(), given)
+    assert said in str(refused.value)

@@ -86,6 +86,10 @@ class Generated:
     decode_seconds: float
     skipped: Skipped | None
 
+    def __repr__(self) -> str:
+        speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
+        return f"Generated({self.text[:60]!r}, {len(self.tokens)} tokens, ended by {self.reason}{speed})"
+
     @property
     def tokens_per_second(self) -> float | None:
         """Decoded tokens per second, the prefill and what the caller did in between left out; None without one."""
