@@ -66,9 +66,8 @@ class Service:
             waiting=lambda: scheduler.waiting,
             bits_read=None if prompts.model.packed.plane_bits is None else lambda: scheduler.bits_read,
         )
-        self.preparer = RequestPreparer(
-            prompts.model, prompts, name, scheduler.capacity + options.queue, options.strict
-        )
+        most = scheduler.capacity + options.queue
+        self.preparer = RequestPreparer(prompts.model, prompts, name, most, options.strict, options.reasoning)
         self.stored_responses = StoredResponses()
         self._created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()

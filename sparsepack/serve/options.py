@@ -43,6 +43,13 @@ class ServeOptions:
         least=8,
         most=1_000_000,
     )
+    reasoning: str = option(
+        "What a reasoning model writes before its answer: a part of its own, `reasoning_content`, where the chat "
+        "template has a known form of it (auto), or by the marks <think> also where it has none (split); part of the "
+        "text (text); nothing, as far as the template can switch it off (off).",
+        default="auto",
+        choices=("auto", "split", "text", "off"),
+    )
     cors_origins: tuple[str, ...] = ()
     grace: float = option(
         "Seconds that texts in the making have left when the server is told to end.", default=10.0, least=0, most=3600

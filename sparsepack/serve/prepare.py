@@ -1,22 +1,23 @@
 """From the body of a request to prompts in tokens, sampling options and constraints for the engine."""
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.models.tokenizer.tokens import TokenBytes
 from sparsepack.runtime.generation.generate import apply_suggestions, prompt_tokens
+from sparsepack.runtime.generation.sampling import Constraint
 from sparsepack.runtime.options import GenerateOptions
-from sparsepack.serve.grammar import GrammarConstraint, Grammars
+from sparsepack.serve.dialect import Dialect
+from sparsepack.serve.grammar import Grammars
 from sparsepack.serve.guards import MAX_BODY_BYTES
+from sparsepack.serve.reasoning import Reasoning
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters
 from sparsepack.serve.ticket import GenerationRequest
-from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCallParser, takes_tools, tool_format
+from sparsepack.serve.tools import AnswerParser, PlainTextParser
 
 BYTES_IN_JSON = 6
 """A byte of text takes at most so many in JSON, where `\\u0041` stands for one letter."""
@@ -58,31 +59,9 @@ class Prompts:
             return list(prompt)
         return self._tokens(prompt, "prompt")
 
-    def chat(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **how: Any
-    ) -> list[int]:
-        """The tokens of a conversation, up to where the model's answer begins. Raises `Refusal`, also where there are
-        tools and the model's template does not tell the model of them.
-
-        how -- as `Model.chat_prompt` has it
-        """
-        return self._tokens(self.chat_text(messages, tools, **how), "messages", from_template=True)
-
-    def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = (), **how: Any
-    ) -> str:
-        """What the template makes of a conversation; see `chat`. Some templates take a system message only at the
-        beginning, or none: theirs are put together there, or before the first message of the user."""
-        if tools and not takes_tools(self.model.template(with_tools=True) or ""):
-            message = "tools: this model's chat template takes none; leave them out, or serve with --chat-template"
-            raise Refusal(400, message, "tools", "unsupported_value")
-        try:
-            return self.model.chat_prompt(messages, tools, **how)
-        except UserError as error:
-            for others in _without_system_messages_between(messages):
-                with suppress(UserError):
-                    return self.model.chat_prompt(others, tools, **how)
-            raise Refusal(400, str(error), "messages") from error
+    def chat(self, prompt: str) -> list[int]:
+        """The tokens of a conversation as the chat template writes it. Raises `Refusal`."""
+        return self._tokens(prompt, "messages", from_template=True)
 
     def checked_tokens(self, prompt: int, request: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
@@ -113,26 +92,13 @@ class Prompts:
         return ids
 
 
-def _without_system_messages_between(messages: Sequence[Mapping[str, Any]]) -> Iterator[list[Mapping[str, Any]]]:
-    """Conversations whose system messages stand together at the beginning, and in the first message of the user."""
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
-    others = [message for message in messages if message["role"] != "system"]
-    if not system or not others:
-        return
-    yield [{"role": "system", "content": system}, *others]
-    first = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
-    if first is not None:
-        others[first] = {**others[first], "content": f"{system}\n\n{others[first]['content']}"}
-        yield others
-
-
 SAMPLING_PARAMETERS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n"),
     *("frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos"),
 )
 """These parameters of requests are fields of `GenerateOptions`."""
 
-Constraint = Callable[[], GrammarConstraint]
+ConstraintFactory = Callable[[], Constraint]
 
 
 @dataclass(frozen=True)
@@ -154,13 +120,16 @@ class RequestPreparer:
     name   -- of the model
     most   -- texts that a request may ask for: no more are ever made and waiting together
     strict -- whether a request must give the name
+    reasoning -- `ServeOptions.reasoning`
     """
 
-    def __init__(self, model: Model, prompts: Prompts, name: str, most: int, strict: bool = False) -> None:
+    def __init__(
+        self, model: Model, prompts: Prompts, name: str, most: int, strict: bool = False, reasoning: str = "auto"
+    ) -> None:
         self._prompts, self._grammars, self._name, self._most = prompts, Grammars(model), name, most
         self._strict = strict
         self._vocabulary, self._suggested = model.engine.architecture.vocabulary, model.packed.generation
-        self._tool_format = tool_format(model.template(with_tools=True) or "")
+        self._dialect = Dialect(model, reasoning)
 
     def prepare(self, request: TextParameters) -> PreparedRequest:
         """Return a request's prompt in tokens, options and parser. Raises `Refusal`."""
@@ -172,31 +141,37 @@ class RequestPreparer:
                 sequences += self._sequences(request, ids, constraint, self._echo(request, prompt))
             return PreparedRequest(request, tuple(sequences))
         assert isinstance(request, ChatRequest)
-        constraint = self._call(request) if request.requires_tool_call else self._constraint(request)
+        prompt = self.chat_text(request)
+        reasoning = self._dialect.reasoning(prompt)
+        constraint = self._chat_constraint(request, reasoning)
+        functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
+        most = 1 if request.parallel_tool_calls is False else None
         return PreparedRequest(
-            request, self._sequences(request, self.chat_tokens(request), constraint), self._parser(request)
+            request,
+            self._sequences(request, self._prompts.chat(prompt), constraint),
+            self._dialect.parser(functions, most, reasoning),
         )
 
     def chat_tokens(self, request: ChatRequest) -> list[int]:
         """Return a chat's prompt in tokens. Raises `Refusal`."""
-        return self._prompts.chat(*self._conversation(request), **self._template_variables(request))
+        return self._prompts.chat(self.chat_text(request))
 
     def chat_text(self, request: ChatRequest) -> str:
         """Return a chat's prompt as text. Raises `Refusal`."""
-        return self._prompts.chat_text(*self._conversation(request), **self._template_variables(request))
-
-    def _conversation(self, request: ChatRequest) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         messages = [message.for_template() for message in request.messages]
-        return messages, [tool.for_template() for tool in request.callable_tools]
-
-    def _template_variables(self, request: ChatRequest) -> dict[str, Any]:
-        continues, given = request.continues_message, request.chat_template_kwargs or {}
-        variables = {"reasoning_effort": request.reasoning_effort} if request.reasoning_effort else {}
-        return {
-            "variables": {**variables, **given},
-            "continue_final_message": continues,
-            "add_generation_prompt": not continues and request.add_generation_prompt is not False,
-        }
+        tools = [tool.for_template() for tool in request.callable_tools]
+        continues = request.continues_message
+        begins = not continues and request.add_generation_prompt is not False
+        try:
+            return self._dialect.prompt(
+                messages,
+                tools,
+                request.template_variables,
+                continue_final_message=continues,
+                add_generation_prompt=begins,
+            )
+        except UserError as error:
+            raise Refusal(400, str(error), "messages") from error
 
     def _echo(self, request: CompletionRequest, prompt: str | list[int]) -> str | None:
         if not request.echo:
@@ -223,13 +198,15 @@ class RequestPreparer:
             raise Refusal(400, message, "n" if most else "prompt", "invalid_value")
 
     def _sequences(
-        self, request: TextParameters, ids: list[int], constraint: Constraint | None, echo: str | None = None
+        self, request: TextParameters, ids: list[int], constraint: ConstraintFactory | None, echo: str | None = None
     ) -> tuple[GenerationRequest, ...]:
         limit = request.max_new_tokens
         if request.clips_max_tokens and limit is not None:
             limit = min(limit, max(self._prompts.context - len(ids), 1))
         tokens = self._prompts.checked_tokens(len(ids), limit)
-        options = replace(generate_options(request, tokens, self._suggested), constraint=constraint)
+        shown = self._dialect.shown_tokens(bool(request.callable_tools)) if isinstance(request, ChatRequest) else ()
+        options = generate_options(request, tokens, self._suggested)
+        options = replace(options, constraint=constraint, shown_tokens=shown)
         named = {"logit_bias": [id for id, _ in options.logit_bias], "stop_token_ids": options.stop_token_ids}
         for name, given in named.items():
             if max(given, default=0) >= self._vocabulary:
@@ -240,30 +217,29 @@ class RequestPreparer:
             for number in range(request.n or 1)
         )
 
-    def _constraint(self, request: TextParameters) -> Constraint | None:
+    def _constraint(self, request: TextParameters, reasoning: Reasoning | None = None) -> ConstraintFactory | None:
         if request.grammar is not None:
-            return self._grammars.of_grammar(request.grammar, "grammar")
+            return self._grammars.of_grammar(request.grammar, "grammar", reasoning)
         if request.regex is not None:
-            return self._grammars.of_regex(request.regex, "regex")
+            return self._grammars.of_regex(request.regex, "regex", reasoning)
         if not request.requires_json:
             return None
         assert request.response_format is not None
         schema = request.response_format.json_schema
-        return self._grammars.of_json({"type": "object"} if schema is None else schema.schema_, "response_format")
+        written = {"type": "object"} if schema is None else schema.schema_
+        return self._grammars.of_json(written, "response_format", reasoning)
 
-    def _call(self, request: ChatRequest) -> Constraint:
-        if self._tool_format is None:
-            message = 'tool_choice: how this model writes calls is not known; give "auto" and read its text'
-            raise Refusal(400, message, "tool_choice", "unsupported_value")
+    def _chat_constraint(self, request: ChatRequest, reasoning: Reasoning | None) -> ConstraintFactory | None:
+        """A call where there must be one; else the format that is given; else calls, once the model begins one."""
         functions = [(tool.function.name, tool.function.parameters) for tool in request.callable_tools]
-        return self._grammars.of_call(self._tool_format, functions, "tools")
-
-    def _parser(self, request: ChatRequest) -> Callable[[], AnswerParser]:
-        format, names = self._tool_format, frozenset(tool.function.name for tool in request.callable_tools)
-        if format is None or not names:
-            return PlainTextParser
-        most = 1 if request.parallel_tool_calls is False else None
-        return lambda: ToolCallParser(format, names, most)
+        calls, form = (functions, "tools", reasoning), self._dialect.tools
+        if request.requires_tool_call:
+            several = request.tool_choice == "required" and request.parallel_tool_calls is True
+            return self._grammars.of_calls(form, *calls, several=several)
+        given = self._constraint(request, reasoning)
+        if given is not None or not functions:
+            return given
+        return self._grammars.of_optional_calls(form, *calls, several=request.parallel_tool_calls is not False)
 
 
 def generate_options(request: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:

@@ -28,7 +28,7 @@ from sparsepack.runtime.generation.sampling import LARGEST_PENALTY
 from sparsepack.serve.guards import MAX_JSON_VALUES, check_values
 from sparsepack.serve.liberal import check_neutral, check_strict, say_ignored, standard_form, unsupported
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.tools import JSON_DECODER
+from sparsepack.serve.tool_formats import JSON_DECODER
 
 CONTENT = "expected a text, or a list of parts of type text; this server reads no images, no audio and no files"
 
@@ -455,6 +455,13 @@ class ChatRequest(TextParameters):
             return self.continue_final_message
         last = self.messages[-1]
         return last.role == "assistant" and bool(last.text) and not last.tool_calls
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Further variables of the chat template; an effort of `none` switches the reasoning off."""
+        effort = self.reasoning_effort
+        given = {"enable_thinking": False} if effort == "none" else {"reasoning_effort": effort} if effort else {}
+        return {**given, **(self.chat_template_kwargs or {})}
 
     @property
     def requires_tool_call(self) -> bool:

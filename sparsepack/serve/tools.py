@@ -1,45 +1,13 @@
-"""Calls of tools, as models write them in their answers."""
+"""Answers in parts: the text, the calls of tools and the reasoning in what a model writes."""
 
 import json
-import re
 import secrets
-from collections.abc import Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from sparsepack.runtime.generation.continuation import StopText
-
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """How a model writes a call: a JSON object with the function's name and its arguments, between marks.
-
-    arguments -- the key of the arguments
-    begins    -- texts before the object; ends -- texts after it; none: the answer is the object
-    """
-
-    arguments: str
-    begins: tuple[str, ...] = ()
-    ends: tuple[str, ...] = ()
-
-
-HERMES = ToolFormat("arguments", ("<tool_call>", "\n"), ("\n", "</tool_call>"))
-"""Hermes and Qwen; there may be several calls, and text before them."""
-
-LLAMA = ToolFormat("parameters")
-"""Llama 3: the answer is one object or several, with semicolons between them."""
-
-
-def tool_format(template: str) -> ToolFormat | None:
-    """The format that a chat template teaches; None: one that is not known here."""
-    if HERMES.begins[0] in template:
-        return HERMES
-    return LLAMA if re.search(r'"parameters"\s*:', template) and '"name"' in template else None
-
-
-def takes_tools(template: str) -> bool:
-    """Whether a chat template looks at tools."""
-    return re.search(r"\btools\b", template) is not None
+from sparsepack.serve.tool_formats import Functions, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -87,38 +55,34 @@ class PlainTextParser:
 
 
 class ToolCallParser:
-    """Reads calls of one of the formats. From what looks like a call and is none, or calls a function that was not
-    given, all is text.
+    """Reads calls of one of the forms. From what looks like a call and is none, or calls a function that was not given,
+    all is text.
 
-    names -- of the functions
-    most  -- calls that are told; those after them are dropped. None: all are told
+    most -- calls that are told; those after them are dropped. None: all are told
     """
 
-    def __init__(self, format: ToolFormat, names: Collection[str], most: int | None = None) -> None:
-        self._names, self._left = names, most
-        self._begins, self._starts = bool(format.begins), StopText(format.begins[:1])
-        self._mark = "".join(format.ends).strip() or ";"
-        begin, mark = re.escape("".join(format.begins).strip()), re.escape(self._mark)
-        self._begin, self._end = re.compile(rf"\s*{begin}\s*"), re.compile(rf"\s*{mark}")
-        self._last = re.compile(rf"\s*(?:{mark}|\Z)")
+    def __init__(self, format: ToolFormat, functions: Functions, most: int | None = None) -> None:
+        self._format, self._functions, self._left = format, functions, most
+        self._starts = StopText(format.starts)
         self._buffer = ""  # told neither as text nor as a call
         self._called = self._is_text = False
 
     def push(self, piece: str) -> ParsedText:
         self._buffer += piece
         text, calls = self._release(self._plain_prefix(piece)), list[ToolCall]()
-        if self._mark in self._buffer[-len(piece) - len(self._mark) + 1 :]:  # else no call became complete
-            calls = self._complete_calls(self._end)
+        if any(end in self._buffer[-len(piece) - len(end) + 1 :] for end in self._format.ends):
+            calls = self._complete_calls(final=False)  # else none became complete
         return ParsedText(text + (self._release(len(self._buffer)) if self._is_text else ""), tuple(calls))
 
     def finish(self) -> ParsedText:
-        calls = self._complete_calls(self._last)
+        calls = self._complete_calls(final=True)
         rest = self._release(len(self._buffer))
-        return ParsedText("" if self._called and not rest.strip() else rest, tuple(calls))
+        behind = rest.strip().removeprefix(self._format.end.strip())
+        return ParsedText("" if self._called and not behind else rest, tuple(calls))
 
     def _plain_prefix(self, piece: str) -> int:
         """How many characters of what is held are no part of a call, whatever comes after them."""
-        if self._begins:
+        if self._format.starts:
             return len(self._starts.push(piece))
         self._is_text |= self._buffer.lstrip()[:1] not in ("", "{")
         return 0
@@ -127,44 +91,28 @@ class ToolCallParser:
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         return text
 
-    def _complete_calls(self, end: re.Pattern[str]) -> list[ToolCall]:
-        """The calls with which what is held begins, each up to `end`; they are held no more."""
-        calls = []
-        while not self._is_text and (found := self._object(end)) is not None:
-            value, length = found
-            if (call := self._call(value)) is None:
+    def _complete_calls(self, final: bool) -> list[ToolCall]:
+        """The calls with which what is held begins; they are held no more."""
+        calls: list[ToolCall] = []
+        while not self._is_text and (found := self._format.read(self._buffer, self._functions, final)) is not None:
+            values, length = found
+            each = [self._call(name, arguments) for name, arguments in values]
+            if not each or None in each:
                 self._is_text = True
-            else:
-                if self._left != 0:
+                break
+            for call in each:
+                if call is not None and self._left != 0:
                     calls.append(call)
                     self._left = None if self._left is None else self._left - 1
-                self._release(length)
-                self._called = True
+            self._release(length)
+            self._called = True
         return calls
 
-    def _object(self, end: re.Pattern[str]) -> tuple[Any, int] | None:
-        """What stands between two marks at the beginning of what is held, and how many characters that takes."""
-        if (begun := self._begin.match(self._buffer)) is None:
+    def _call(self, name: Any, arguments: Any) -> ToolCall | None:
+        if not isinstance(name, str) or name not in self._functions or not isinstance(arguments, dict):
             return None
-        try:
-            value, at = JSON_DECODER.raw_decode(self._buffer, begun.end())
-        except (ValueError, RecursionError):
-            return None
-        ended = end.match(self._buffer, at)
-        return None if ended is None else (value, ended.end())
-
-    def _call(self, value: Any) -> ToolCall | None:
-        name = value.get("name") if isinstance(value, dict) else None
-        if not isinstance(name, str) or name not in self._names:
-            return None
-        arguments = value.get("arguments", value.get("parameters", {}))
         # In ASCII: half of a character of UTF-16, which JSON can spell out, has no UTF-8.
-        return ToolCall(name, json.dumps(arguments)) if isinstance(arguments, dict) else None
+        return ToolCall(name, json.dumps(arguments))
 
 
-def _no_json(constant: str) -> Any:
-    raise ValueError(f"{constant} is no JSON")
-
-
-JSON_DECODER = json.JSONDecoder(parse_constant=_no_json)
-"""Reads JSON, without Python's additions NaN and Infinity."""
+ParserFactory = Callable[[], AnswerParser]

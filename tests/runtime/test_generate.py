@@ -202,6 +202,13 @@ def test_generation_streams_the_model_s_tokens_until_eos(tokenizer: Tokenizer) -
     assert engine.fed == [1, *whole]
 
 
+@every_tokenizer
+def test_special_tokens_that_are_shown_have_their_text(tokenizer: Tokenizer) -> None:
+    shown = {1: tokenizer.id_to_token(1)}
+    stream, ids = TextStream(tokenizer, [], shown), [*encoded(tokenizer, "a 🙂"), 0, 1, *encoded(tokenizer, "bc")]
+    assert "".join([*map(stream.push, ids), stream.finish()]) == f"a 🙂{shown[1]}bc"
+
+
 def test_generation_stops_after_max_tokens_without_a_step_too_many() -> None:
     tokenizer = TOKENIZERS["byte-level"]
     engine = Script(encoded(tokenizer, "abcdef"))

@@ -9,9 +9,11 @@ from serving import MESSAGES, Served, chat
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
-from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars
+from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars, closed
+from sparsepack.serve.reasoning import THINK, Reasoning
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.tools import HERMES
+from sparsepack.serve.tool_formats import FORMATS, HERMES
+from sparsepack.serve.tools import ToolCallParser
 
 BEYOND = [10**19, -(10**19), 2**63, -(2**63) - 1, 1e19, float("nan"), float("inf"), 2**53 + 1, 10**4000, "5", None]
 HOSTILE = {
@@ -37,7 +39,7 @@ def refusal(grammars: Grammars, schema: Any) -> str:
     with pytest.raises(Refusal) as caught:
         grammars.of_json(schema, "response_format")
     with pytest.raises(Refusal) as of_tool:
-        grammars.of_call(HERMES, [("f", schema)], "tools")
+        grammars.of_calls(HERMES, [("f", schema)], "tools")
     for each in (caught.value, of_tool.value):
         assert each.status == 400
         assert "\n" not in each.message
@@ -127,7 +129,7 @@ def test_what_llguidance_cannot_hold_or_would_ignore_is_refused(grammars: Gramma
 @pytest.mark.parametrize("first", [True, False])
 def test_every_token_that_may_come_next_is_taken(grammars: Grammars, model: Model, first: bool) -> None:
     """Also where the grammar leaves no choice of the bytes: spaces and ends of lines are among them."""
-    constraint, ids = grammars.of_call(HERMES, [("f", None)], "tools")(), []
+    constraint, ids = grammars.of_calls(HERMES, [("f", None)], "tools")(), []
     while (allowed := constraint.allowed().nonzero().flatten()).numel() and len(ids) < 300:
         ids.append(int(allowed[0 if first else -1]))
         if ids[-1] in model.engine.architecture.eos:
@@ -138,7 +140,7 @@ def test_every_token_that_may_come_next_is_taken(grammars: Grammars, model: Mode
 
 
 def accepts(grammars: Grammars, model: Model, parameters: Any, arguments: str) -> bool:
-    constraint = grammars.of_call(HERMES, [("f", parameters)], "tools")()
+    constraint = grammars.of_calls(HERMES, [("f", parameters)], "tools")()
     ids = model.tokenizer.encode(
         f'<tool_call>\n{{"name": "f", "arguments": {arguments}}}\n</tool_call>', add_special_tokens=False
     ).ids
@@ -148,6 +150,80 @@ def accepts(grammars: Grammars, model: Model, parameters: Any, arguments: str) -
     except UserError:
         return False
     return True
+
+
+def follows(constraint: Any, model: Model, text: str) -> bool:
+    """Whether a constraint takes all tokens of a text, and then the end."""
+    for id in [*model.tokenizer.encode(text, add_special_tokens=False).ids, model.engine.architecture.eos[0]]:
+        if not constraint.allowed()[id]:
+            return False
+        constraint.take(id)
+    return True
+
+
+@pytest.mark.parametrize("name", [format.name for format in FORMATS])
+def test_calls_of_every_form_are_followed(grammars: Grammars, model: Model, name: str) -> None:
+    form = next(format for format in FORMATS if format.name == name)
+    make = grammars.of_calls(form, [("f", {"type": "object", "properties": {}}), ("g", None)], "tools", several=True)
+    constraint, ids = make(), list[int]()
+    while (allowed := constraint.allowed().nonzero().flatten()).numel() and len(ids) < 300:
+        ids.append(int(allowed[-1]))
+        if ids[-1] in model.engine.architecture.eos:
+            break
+        constraint.take(ids[-1])
+    reader = ToolCallParser(form, {"f": None, "g": None})
+    parsed = reader.push(model.tokenizer.decode(ids, skip_special_tokens=False)) + reader.finish()
+    assert {call.name for call in parsed.calls} <= {"f", "g"}
+    assert parsed.calls
+
+
+def test_an_object_ends_where_its_schema_names_no_more(grammars: Grammars, model: Model) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+    for text, kept in {
+        '{"a": 1}': True,
+        '{"a":1}': True,
+        '{\n  "a": 1\n}': True,
+        '{"a": 1, "b": 2}': False,
+        '{\n\n"a": 1}': False,
+        '{"a":  1}': False,
+    }.items():
+        assert follows(grammars.of_json(schema, "response_format")(), model, text) == kept, text
+
+
+def test_a_schema_of_combined_parts_stays_open() -> None:
+    named = {"properties": {"a": {}}}
+    assert closed(named) == {**named, "additionalProperties": False}
+    for schema in ({"allOf": [named, {"properties": {"b": {}}}]}, {**named, "anyOf": [{"required": ["b"]}]}):
+        assert closed(schema) == schema
+    for saying in ({"additionalProperties": True}, {"required": ["b"]}, {"minProperties": 2}):
+        assert closed({**named, **saying}) == {**named, **saying}
+    assert closed({"properties": {"properties": named}})["properties"]["properties"]["additionalProperties"] is False
+
+
+@pytest.mark.parametrize(
+    ("open", "text"),
+    [(True, 'So </th {</think>\n\n{"a": 1}'), (False, '<think>So</think>{"a": 1}'), (False, '{"a": 1}'), (None, "{}")],
+)
+def test_the_reasoning_before_json_is_free(grammars: Grammars, model: Model, open: bool | None, text: str) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    assert follows(grammars.of_json(schema, "response_format", Reasoning(THINK, open))(), model, text)
+    others = [(True, "{}"), (False, "So</think>{}"), (None, "<think></think>{}")]
+    refused = next(text for kind, text in others if kind is open)
+    assert not follows(grammars.of_json(schema, "response_format", Reasoning(THINK, open))(), model, refused)
+
+
+def test_calls_are_kept_to_once_the_model_begins_them(grammars: Grammars, model: Model) -> None:
+    make = grammars.of_optional_calls(HERMES, [("f", None)], "tools", Reasoning(THINK, False))
+    assert make is not None
+    call = '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for text, kept in {
+        "Any text <tool you like.": True,
+        f"Well. {call}": True,
+        f"Well. {call} And more.": False,
+        f"<think>With <tool_call> or not</think>{call}": True,
+        'Well. <tool_call>\n{"name": "g"': False,
+    }.items():
+        assert follows(make(), model, text) == kept, text
 
 
 @pytest.mark.parametrize("parameters", [None, {}, NO_ARGUMENTS])

@@ -23,7 +23,7 @@ from sparsepack.serve.grammar import GrammarConstraint, Grammars
 from sparsepack.serve.options import ServeOptions
 from sparsepack.serve.protocols.openai import OpenAIWriter, completion_logprobs
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.tools import HERMES as HERMES_FORMAT
+from sparsepack.serve.tool_formats import HERMES as HERMES_FORMAT
 
 PROMPT = "There was a king who had"
 SCHEMA = {
@@ -250,7 +250,7 @@ def test_a_schema_with_a_number_of_many_figures_is_a_refusal_or_taken(model: Mod
     schema = {"type": "integer", "maximum": 10**figures}
     with contextlib.suppress(Refusal):
         if stands == "tools":
-            Grammars(model).of_call(HERMES_FORMAT, [("f", schema)], stands)
+            Grammars(model).of_calls(HERMES_FORMAT, [("f", schema)], stands)
         else:
             Grammars(model).of_json(schema, stands)
 

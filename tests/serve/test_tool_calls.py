@@ -121,6 +121,64 @@ def test_without_a_call_the_answer_is_text(with_tools: Served) -> None:
     assert answer.finish_reason == "length"
 
 
-def test_tools_are_refused_where_the_template_would_not_tell_of_them(served: Served) -> None:
-    with pytest.raises(openai.BadRequestError, match="this model's chat template takes none"):
-        chat(served, tools=[WEATHER])
+def test_a_template_without_tools_gets_them_in_a_system_message(served: Served) -> None:
+    bare = chat(served, max_tokens=1).usage.prompt_tokens
+    choice = chat(served, tools=[WEATHER], tool_choice="required", max_tokens=200, temperature=0).choices[0]
+    (call,) = choice.message.tool_calls
+    assert (call.function.name, choice.finish_reason) == ("weather", "tool_calls")
+    results = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
+    messages = [*MESSAGES, choice.message.model_dump(exclude_none=True), results]
+    assert chat(served, messages=messages, tools=[WEATHER], max_tokens=1).usage.prompt_tokens > bare + 50
+
+
+def test_several_calls_are_made_where_they_may_be_parallel(with_tools: Served) -> None:
+    both = {"logit_bias": {str(id): -100 for id in with_tools.model.engine.architecture.eos}}
+    asked = {"tools": [WEATHER], "tool_choice": "required", "max_tokens": 300, "temperature": 0, **both}
+    assert len(chat(with_tools, **asked, parallel_tool_calls=True).choices[0].message.tool_calls) > 1
+    assert len(chat(with_tools, **asked).choices[0].message.tool_calls) == 1
+
+
+@pytest.fixture(scope="module")
+def reasoning(model: Model) -> Iterator[Served]:
+    """A server whose template begins the reasoning unless it is told not to."""
+    template = "{% for m in messages %}{{ m.reasoning_content }}{{ m.content }}\n{% endfor %}"
+    template += "{% if enable_thinking is defined %}<think>\n\n</think>\n\n{% else %}<think>\n{% endif %}"
+    with Served(replace(model, chat_template=template), ServeOptions()) as running:
+        yield running
+
+
+def test_reasoning_is_a_part_of_its_own_that_a_request_may_switch_off(reasoning: Served) -> None:
+    message = chat(reasoning, temperature=0).choices[0].message
+    assert message.reasoning_content
+    assert not message.content
+    deltas = [chunk.choices[0].delta for chunk in chat(reasoning, temperature=0, stream=True)]
+    assert "".join(getattr(each, "reasoning_content", "") for each in deltas) == message.reasoning_content
+    for off in ({"reasoning_effort": "none"}, {"extra_body": {"chat_template_kwargs": {"enable_thinking": False}}}):
+        message = chat(reasoning, temperature=0, **off).choices[0].message
+        assert message.content
+        assert not hasattr(message, "reasoning_content")
+
+
+def test_reasoning_that_is_sent_back_reaches_the_template(reasoning: Served) -> None:
+    def prompt_tokens(**more: str) -> int:
+        messages = [*MESSAGES, {"role": "assistant", "content": "He.", **more}, *MESSAGES]
+        return int(chat(reasoning, messages=messages, max_tokens=0).usage.prompt_tokens)
+
+    assert prompt_tokens(reasoning_content="So many words of reasoning.") > prompt_tokens() + 4
+
+
+def test_json_comes_behind_the_reasoning(reasoning: Served) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
+    written = chat(reasoning, max_tokens=100, reasoning_effort="none", **asked).choices[0].message
+    assert set(json.loads(written.content)) == {"a"}
+    assert chat(reasoning, max_tokens=5, temperature=0, **asked).choices[0].message.reasoning_content
+
+
+def test_the_text_has_the_reasoning_where_the_server_leaves_it_there(model: Model) -> None:
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}<think>\n"
+    for mode in ("text", "off"):
+        with Served(replace(model, chat_template=template), ServeOptions(reasoning=mode)) as running:
+            message = chat(running, temperature=0).choices[0].message
+            assert message.content, mode
+            assert not hasattr(message, "reasoning_content"), mode

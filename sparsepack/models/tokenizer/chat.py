@@ -146,6 +146,12 @@ def _in_form(message: dict[str, Any], template: str, special_tokens: tuple[tuple
     return message
 
 
+def writes_role(template: str, role: str, special_tokens: Mapping[str, str | None]) -> bool:
+    """Whether a template writes what messages of a role say; some have no place for those of `system`."""
+    named = {name: token for name, token in special_tokens.items() if token is not None}
+    return any(_forms(template, role, tuple(sorted(named.items()))))
+
+
 _WORD = "needle"
 _WRITTEN_OUT = re.compile(rf"""["']text["']\s*:\s*["']{_WORD}""")
 
@@ -239,7 +245,8 @@ def named_tokens(special_tokens_map: Mapping[str, Any]) -> dict[str, Any]:
 def turn_ends(template: str | None, special_tokens: Mapping[str, Any], added: Collection[str]) -> list[str]:
     """Those of a tokenizer's added tokens that end a turn: what the template writes behind an answer, and what is known
     to do so."""
-    known = [token for token in _TURN_ENDS if token in added]
+    # gpt-oss ends a message with <|end|>, of which an answer has several.
+    known = [token for token in _TURN_ENDS if token in added and not (token == "<|end|>" and "<|channel|>" in added)]
     if template is None:
         return known
     answer = "an answer of these words"

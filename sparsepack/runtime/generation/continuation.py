@@ -1,7 +1,8 @@
 """One text while it is made, alone, beside others or in a server: what chooses its tokens, its text, and its end."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
+from types import MappingProxyType
 
 from tokenizers import Tokenizer
 
@@ -64,6 +65,7 @@ class TextStream:
     """Turns tokens into text as they come; the pieces together are the text of all tokens.
 
     tokenizer -- of the model; special tokens give no text
+    shown     -- but these do: their texts by their ids
     prompt    -- ids before the first token: they give no text themselves, but decide whether a leading space belongs
 
     A token's text depends on its neighbours: bytes of one character may lie in several tokens, and decoders drop the
@@ -72,13 +74,19 @@ class TextStream:
     a word follows incomplete bytes, and cannot give the rest when no more tokens come.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
-        self._tokenizer = tokenizer
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), shown: Mapping[int, str] = MappingProxyType({})
+    ) -> None:
+        self._tokenizer, self._shown = tokenizer, shown
         self._ids = list(prompt)  # from the beginning of the last piece
         self._sent = len(self._ids)  # of these, tokens whose text is out
 
     def push(self, id: int) -> str:
         """Add a token. Returns the text that is certain now: empty while the last character is incomplete."""
+        if id in self._shown:
+            text = self.finish() + self._shown[id]
+            self._ids, self._sent = [id], 1
+            return text
         self._ids.append(id)
         text = self._unsent()
         if not text or text.endswith(_INCOMPLETE):
@@ -122,9 +130,10 @@ class Continuation:
         self.reason = "" if options.tokens else "tokens"
         self.stop: str | None = None
         self._most, self._room = options.tokens, engine.context - len(ids) + 1  # the last token is never appended
-        self._stream, self._stops = TextStream(tokenizer, ids), StopText(options.stop)
-        special = tokenizer.get_added_tokens_decoder() if options.stop else {}
-        # Special tokens have no text of their own in the answer.
+        special = tokenizer.get_added_tokens_decoder() if options.stop or options.shown_tokens else {}
+        shown = {id: special[id].content for id in options.shown_tokens if id in special}
+        self._stream, self._stops = TextStream(tokenizer, ids, shown), StopText(options.stop)
+        # Special tokens have no text of their own in the answer unless they are shown.
         self._stop_ids = {id: t.content for id, t in special.items() if t.special and t.content in options.stop}
         self._sent: list[str] = []
 

@@ -163,3 +163,8 @@ def test_further_variables_reach_the_template_but_not_in_place_of_its_own() -> N
     hello = [{"role": "user", "content": "Hello"}]
     template = "{{ enable_thinking }} {{ tools }} {{ bos_token }}"
     assert render_chat(template, hello, variables=variables, bos_token="<s>") == "False None <s>"
+
+
+def test_the_end_of_a_channel_ends_no_turn() -> None:
+    assert turn_ends(None, {}, ["<|end|>", "<|user|>"]) == ["<|end|>"]
+    assert turn_ends(None, {}, ["<|end|>", "<|channel|>"]) == []
