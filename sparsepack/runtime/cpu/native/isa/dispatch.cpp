@@ -2,26 +2,47 @@
 
 #include <stdexcept>
 
+#ifdef SPARSEPACK_AVX2
+#include <cpuid.h>
+#endif
+
 namespace sparsepack {
 namespace {
+
+#ifdef SPARSEPACK_AVX2
+// What processor and system support, by cpuid: __builtin_cpu_supports asks the compiler's own library, which is not
+// linked, or says no to everything, with some compilers for Windows.
+struct Supported {
+    bool avx2 = false, avxvnni = false, avx512 = false;
+
+    Supported() {
+        constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX2 = 1u << 5, AVXVNNI = 1u << 4;
+        constexpr unsigned AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, AVX512_VNNI = 1u << 11;  // F, DQ, BW, VL
+        constexpr unsigned YMM_STATE = 0x06, ZMM_STATE = 0xe6;
+        unsigned a, b, c, d, state, high;
+        if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & FMA) || !(c & OSXSAVE)) return;
+        __asm__("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
+        if ((state & YMM_STATE) != YMM_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
+        avx2 = b & AVX2;  // no processor has it without F16C
+        avx512 = (state & ZMM_STATE) == ZMM_STATE && (b & AVX512) == AVX512 && (c & AVX512_VNNI);
+        avxvnni = avx2 && a && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVXVNNI);
+    }
+};
+#endif
 
 std::vector<const Kernels*> usable() {
     std::vector<const Kernels*> sets;
 #ifdef SPARSEPACK_AVX2
-    __builtin_cpu_init();  // else nothing is supported where the compiler's library has no constructor, as zig's for Windows
+    static const Supported supported;
 #endif
 #ifdef SPARSEPACK_AVX512
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni"))
-        sets.push_back(&avx512_kernels);
+    if (supported.avx512) sets.push_back(&avx512_kernels);
 #endif
 #ifdef SPARSEPACK_AVXVNNI
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("avxvnni"))
-        sets.push_back(&avxvnni_kernels);
+    if (supported.avxvnni) sets.push_back(&avxvnni_kernels);
 #endif
 #ifdef SPARSEPACK_AVX2
-    // No processor has AVX2 without F16C; some compilers cannot ask for the latter.
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) sets.push_back(&avx2_kernels);
+    if (supported.avx2) sets.push_back(&avx2_kernels);
 #endif
 #ifdef SPARSEPACK_NEON
     sets.push_back(&neon_kernels);  // every aarch64 has it
