@@ -49,15 +49,16 @@ class Prompts:
         )
         self.max_body_bytes = min(MAX_BODY_BYTES, needed)
 
-    def plain(self, prompt: str | Sequence[int]) -> list[int]:
-        """The tokens of a prompt; those that are given as such stay as they are. Raises `Refusal`."""
+    def plain(self, prompt: str | Sequence[int], add_special: bool = True) -> list[int]:
+        """The tokens of a prompt, with what the tokenizer puts before a text, or without; those that are given as such
+        stay as they are. Raises `Refusal`."""
         if not isinstance(prompt, str):
             if len(prompt) > self.context:
                 raise self._too_long(f"{len(prompt):,} tokens of prompt", "prompt")
             if max(prompt) >= (vocabulary := self._architecture.vocabulary):
                 raise Refusal(400, f"prompt: token {max(prompt)}; the model has 0 to {vocabulary - 1}", "prompt")
             return list(prompt)
-        return self._tokens(prompt, "prompt")
+        return self._tokens(prompt, "prompt", from_template=not add_special) if prompt or add_special else []
 
     def chat(self, prompt: str) -> list[int]:
         """The tokens of a conversation as the chat template writes it. Raises `Refusal`."""

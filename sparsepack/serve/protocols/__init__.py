@@ -3,12 +3,14 @@
 from starlette.responses import JSONResponse
 
 from sparsepack.serve.protocols.anthropic import ANTHROPIC
+from sparsepack.serve.protocols.ollama import OLLAMA
 from sparsepack.serve.protocols.openai import OPENAI
 from sparsepack.serve.protocols.protocol import ClientProtocol
 from sparsepack.serve.protocols.responses import RESPONSES
+from sparsepack.serve.protocols.tokens import TOKENS
 from sparsepack.serve.refusals import Refusal
 
-PROTOCOLS: tuple[ClientProtocol, ...] = (OPENAI, RESPONSES, ANTHROPIC)
+PROTOCOLS: tuple[ClientProtocol, ...] = (OPENAI, RESPONSES, ANTHROPIC, OLLAMA, TOKENS)
 
 
 def refusal_response(path: str, refusal: Refusal) -> JSONResponse:
