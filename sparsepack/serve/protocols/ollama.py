@@ -16,7 +16,7 @@ from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.protocols.tokens import refuse_embeddings
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
-from sparsepack.serve.tools import ToolCall, takes_tools
+from sparsepack.serve.tools import ToolCall
 
 if TYPE_CHECKING:
     from sparsepack.serve.app import Service
@@ -323,7 +323,6 @@ def show(body: bytes, service: "Service") -> Json:
     service.preparer.check_model((given.model or given.name or service.name).removesuffix(TAG))
     model, one = service.prompts.model, _model(service)
     template = model.template(with_tools=True) or ""
-    abilities = {"tools": takes_tools(template), "thinking": "enable_thinking" in template}
     family = model.packed.architecture.model_type
     return {
         "modelfile": "",
@@ -336,7 +335,7 @@ def show(body: bytes, service: "Service") -> Json:
             "general.parameter_count": sum(model.packed.parameters.values()),
             f"{family}.context_length": service.prompts.context,
         },
-        "capabilities": ["completion", *(name for name, has in abilities.items() if has)],
+        "capabilities": ["completion", "tools", *(["thinking"] if "enable_thinking" in template else [])],
     }
 
 
