@@ -46,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("calibrat", "sparsepack calibrate"),
         ("CALIBRAT", "sparsepack calibrate"),
         ("quantiz", "sparsepack pack MODEL"),
-        ("xyzzy", "expected one of calibrate, thresholds"),
+        ("xyzzy", "expected one of quickstart, calibrate"),
     ],
 )
 def test_a_verb_of_another_program_is_told_the_right_one(typed: str, hint: str) -> None:
