@@ -173,8 +173,8 @@ class NamedFormat(ToolFormat):
         properties = (schema or {}).get("properties")
         arguments = {}
         while (found := re.compile(pattern).match(text, at)) is not None:
-            wanted = properties.get(found["key"]) if isinstance(properties, Mapping) else None
-            is_text = isinstance(wanted, Mapping) and wanted.get("type") == "string"
+            expected = properties.get(found["key"]) if isinstance(properties, Mapping) else None
+            is_text = isinstance(expected, Mapping) and expected.get("type") == "string"
             arguments[found["key"]] = found["value"] if is_text else _json_or_text(found["value"])
             at = found.end()
         return arguments, at
@@ -356,7 +356,7 @@ def tool_format(template: str) -> ToolFormat | None:
 
 
 def generic_prompt(tools: Sequence[Mapping[str, Any]]) -> str:
-    """What a model whose template has no place for tools is told of them: how to call them in the form of Hermes."""
+    """The description of tools where the template has no place for them; it asks for calls in the form of Hermes."""
     functions = "\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools)
     form = VARIABLES.sub(lambda found: found[1], HERMES.call)
     return (

@@ -2,7 +2,6 @@
 
 import json
 import secrets
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -113,6 +112,3 @@ class ToolCallParser:
             return None
         # In ASCII: half of a character of UTF-16, which JSON can spell out, has no UTF-8.
         return ToolCall(name, json.dumps(arguments))
-
-
-ParserFactory = Callable[[], AnswerParser]

@@ -1,6 +1,7 @@
 """Schemas and tools: what llguidance would not keep to is refused in one line, whatever JSON it is."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,7 +13,7 @@ from sparsepack.loading import Model
 from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars, closed
 from sparsepack.serve.reasoning import THINK, Reasoning
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.tool_formats import FORMATS, HERMES
+from sparsepack.serve.tool_formats import FORMATS, HERMES, NamedFormat
 from sparsepack.serve.tools import ToolCallParser
 
 BEYOND = [10**19, -(10**19), 2**63, -(2**63) - 1, 1e19, float("nan"), float("inf"), 2**53 + 1, 10**4000, "5", None]
@@ -175,6 +176,21 @@ def test_calls_of_every_form_are_followed(grammars: Grammars, model: Model, name
     parsed = reader.push(model.tokenizer.decode(ids, skip_special_tokens=False)) + reader.finish()
     assert {call.name for call in parsed.calls} <= {"f", "g"}
     assert parsed.calls
+
+
+def test_marks_may_be_special_tokens(model: Model) -> None:
+    read = json.loads(model.packed.tokenizer_json)
+    mark = next(text for text, id in read["model"]["vocab"].items() if id == 700)
+    added = {"id": 700, "content": mark, "special": True, **dict.fromkeys(("lstrip", "rstrip", "single_word"), False)}
+    read["added_tokens"].append({**added, "normalized": False})
+    packed = replace(model.packed, tokenizer_json=json.dumps(read))
+    form = NamedFormat("special", "", f"{mark}$NAME$ARGUMENTS")
+    make = Grammars(replace(model, packed=packed)).of_calls(form, [("f", None)], "tools", Reasoning(THINK, False))
+    constraint = make()
+    assert constraint.allowed()[700]
+    constraint.take(700)
+    assert follows(constraint, model, "f{}")
+    assert not follows(make(), model, mark)
 
 
 def test_an_object_ends_where_its_schema_names_no_more(grammars: Grammars, model: Model) -> None:
