@@ -41,5 +41,6 @@ if __name__ == "__main__":
     sys.modules["rows"] = sys.modules["__main__"]  # the modules add to this table
     for path in sorted(Path(__file__).parent.glob("rows_*.py")):
         import_module(path.stem)
+    lines, sys.stdout = sys.stdout, sys.stderr  # what a library prints is no row
     for result in results(*sys.argv[1:]):
-        print(json.dumps(result), flush=True)
+        print(json.dumps(result), file=lines, flush=True)

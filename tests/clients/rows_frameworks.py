@@ -98,15 +98,6 @@ def litellm_anthropic(url, key):
     return "an answer"
 
 
-@row("litellm", "responses of openai/MODEL")
-def litellm_responses(url, key):
-    from litellm import responses
-
-    options = {"model": f"openai/{MODEL}", "api_base": f"{url}/v1", "api_key": key, "max_output_tokens": 16}
-    assert responses(input=QUESTION, **options).output[0].content[0].text
-    return "an answer"
-
-
 @row("llama-index-llms-openai-like", "OpenAILike.chat and stream_chat")
 def llama_index(url, key):
     from llama_index.core.llms import ChatMessage
@@ -168,20 +159,6 @@ def pydantic_ai_responses(url, key):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
-    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
-    assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
-    return "an instance of the type"
-
-
-@row("pydantic-ai-slim", "Agent with AnthropicModel and an output type")
-def pydantic_ai_anthropic(url, key):
-    from anthropic import AsyncAnthropic
-    from pydantic_ai import Agent
-    from pydantic_ai.models.anthropic import AnthropicModel
-    from pydantic_ai.providers.anthropic import AnthropicProvider
-
-    client = AsyncAnthropic(base_url=url, api_key=key, max_retries=0)
-    model = AnthropicModel(MODEL, provider=AnthropicProvider(anthropic_client=client))
     agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
     assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
     return "an instance of the type"
