@@ -55,7 +55,7 @@ def stop(url, key):
 
 @row("anthropic", "messages, tool_choice any, then the tool's result")
 def tool(url, key):
-    answer = _send(url, key, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=200)
+    answer = _send(url, key, tools=[TOOL], tool_choice={"type": "any"}, max_tokens=500)
     (use,) = answer.content
     assert answer.stop_reason == "tool_use"
     assert use.input["city"] in ("Oslo", "Rome")
@@ -67,7 +67,7 @@ def tool(url, key):
 
 @row("anthropic", "messages.stream, tool_choice tool")
 def tool_stream(url, key):
-    options = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 200}
+    options = {"tools": [TOOL], "tool_choice": {"type": "tool", "name": "weather"}, "max_tokens": 500}
     with _client(url, key).messages.stream(model=MODEL, messages=MESSAGES, **options) as events:
         kinds = {event.type for event in events}
         (use,) = events.get_final_message().content

@@ -19,7 +19,7 @@ class Weather(BaseModel):
 def _langchain(url, key, **options):
     from langchain_openai import ChatOpenAI
 
-    options = {"max_tokens": 200, "max_retries": 0, **options}
+    options = {"max_tokens": 500, "max_retries": 0, **options}
     return ChatOpenAI(model=MODEL, base_url=f"{url}/v1", api_key=key, **options)
 
 
@@ -57,7 +57,7 @@ def langchain_responses(url, key):
 def _langchain_anthropic(url, key, **options):
     from langchain_anthropic import ChatAnthropic
 
-    return ChatAnthropic(model=MODEL, base_url=url, api_key=key, max_retries=0, **{"max_tokens": 200, **options})
+    return ChatAnthropic(model=MODEL, base_url=url, api_key=key, max_retries=0, **{"max_tokens": 500, **options})
 
 
 @row("langchain-anthropic", "ChatAnthropic.invoke and stream")
@@ -120,7 +120,7 @@ def instructor_tools(url, key):
 
     client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
     made = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=200, max_retries=0
+        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=500, max_retries=0
     )
     assert made.city in ("Oslo", "Rome")
     return "an instance of the model"
@@ -134,7 +134,7 @@ def instructor_schema(url, key):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
     client = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
     made = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=200, max_retries=0
+        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=500, max_retries=0
     )
     assert made.city in ("Oslo", "Rome")
     return "an instance of the model"
@@ -147,7 +147,7 @@ def pydantic_ai_openai(url, key):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
-    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
+    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 500})
     assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
     return "an instance of the type"
 
@@ -159,6 +159,6 @@ def pydantic_ai_responses(url, key):
     from pydantic_ai.providers.openai import OpenAIProvider
 
     model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
-    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 200})
+    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 500})
     assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
     return "an instance of the type"

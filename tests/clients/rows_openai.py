@@ -89,7 +89,7 @@ def chat_logprobs(url, key):
 
 @row("openai", "chat, tool_choice required, then the tool's result")
 def chat_tools(url, key):
-    message = _chat(url, key, tools=[TOOL], tool_choice="required", max_tokens=200).choices[0].message
+    message = _chat(url, key, tools=[TOOL], tool_choice="required", max_tokens=500).choices[0].message
     (call,) = message.tool_calls
     assert json.loads(call.function.arguments)["city"] in ("Oslo", "Rome")
     result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
@@ -101,7 +101,7 @@ def chat_tools(url, key):
 
 @row("openai", "chat, tools, stream")
 def chat_tools_stream(url, key):
-    chunks = list(_chat(url, key, tools=[TOOL], tool_choice="required", max_tokens=200, stream=True))
+    chunks = list(_chat(url, key, tools=[TOOL], tool_choice="required", max_tokens=500, stream=True))
     calls = [call for chunk in chunks for call in chunk.choices[0].delta.tool_calls or ()]
     assert json.loads("".join(call.function.arguments for call in calls))["city"] in ("Oslo", "Rome")
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
@@ -111,7 +111,7 @@ def chat_tools_stream(url, key):
 @row("openai", "chat, response_format json_schema")
 def chat_schema(url, key):
     schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER, "strict": True}}
-    content = _chat(url, key, response_format=schema, max_tokens=200).choices[0].message.content
+    content = _chat(url, key, response_format=schema, max_tokens=500).choices[0].message.content
     assert json.loads(content)["city"] in ("Oslo", "Rome")
     return "JSON of the schema"
 

@@ -46,7 +46,7 @@ def helper(url, key):
 
 @row("openai", "responses, function call, its output with previous_response_id")
 def function(url, key):
-    response = _respond(url, key, tools=[TOOL], tool_choice="required", max_output_tokens=200)
+    response = _respond(url, key, tools=[TOOL], tool_choice="required", max_output_tokens=500)
     (call,) = response.output
     assert json.loads(call.arguments)["city"] in ("Oslo", "Rome")
     output = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
@@ -67,7 +67,7 @@ def items(url, key):
 @row("openai", "responses, text.format json_schema")
 def schema(url, key):
     format = {"type": "json_schema", "name": "weather", "schema": WEATHER, "strict": True}
-    assert json.loads(_respond(url, key, text={"format": format}, max_output_tokens=200).output_text)
+    assert json.loads(_respond(url, key, text={"format": format}, max_output_tokens=500).output_text)
     return "JSON of the schema"
 
 
@@ -81,7 +81,7 @@ def parse(url, key):
         city: Literal["Oslo", "Rome"]
 
     client = _client(url, key)
-    response = client.responses.parse(model=MODEL, input="Where?", text_format=Weather, max_output_tokens=200)
+    response = client.responses.parse(model=MODEL, input="Where?", text_format=Weather, max_output_tokens=500)
     assert response.output_parsed.city in ("Oslo", "Rome")
     return "an instance of the model"
 

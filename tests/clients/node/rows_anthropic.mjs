@@ -30,7 +30,7 @@ export const rows = [
     return "the text in pieces, then the whole message";
   }),
   row("messages, tool_choice any, then the tool's result", async (url, key) => {
-    const { content } = await send(url, key, { tools, tool_choice: { type: "any" }, max_tokens: 200 });
+    const { content } = await send(url, key, { tools, tool_choice: { type: "any" }, max_tokens: 500 });
     assert(["Oslo", "Rome"].includes(content[0].input.city));
     const result = { type: "tool_result", tool_use_id: content[0].id, content: "sunny" };
     const turns = [{ role: "assistant", content }, { role: "user", content: [result] }];

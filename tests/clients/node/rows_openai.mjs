@@ -47,14 +47,14 @@ export const rows = [
     return "the whole text at the end";
   }),
   row("chat, tool_choice required", async (url, key) => {
-    const { choices } = await chat(url, key, { tools, tool_choice: "required", max_tokens: 200 });
+    const { choices } = await chat(url, key, { tools, tool_choice: "required", max_tokens: 500 });
     const [call] = choices[0].message.tool_calls;
     assert(["Oslo", "Rome"].includes(JSON.parse(call.function.arguments).city));
     return "a call of weather whose arguments keep to its schema";
   }),
   row("chat, response_format json_schema", async (url, key) => {
     const response_format = { type: "json_schema", json_schema: { name: "weather", schema: parameters } };
-    const { choices } = await chat(url, key, { response_format, max_tokens: 200 });
+    const { choices } = await chat(url, key, { response_format, max_tokens: 500 });
     assert(["Oslo", "Rome"].includes(JSON.parse(choices[0].message.content).city));
     return "JSON of the schema";
   }),

@@ -41,7 +41,7 @@ export const rows = [
     return "the whole response at the end";
   }),
   row("responses, function call, its output with previous_response_id", async (url, key) => {
-    const first = await respond(url, key, { tools, tool_choice: "required", max_output_tokens: 200 });
+    const first = await respond(url, key, { tools, tool_choice: "required", max_output_tokens: 500 });
     const [{ call_id, arguments: text }] = first.output;
     assert(["Oslo", "Rome"].includes(JSON.parse(text).city));
     const input = [{ type: "function_call_output", call_id, output: "sunny" }];
