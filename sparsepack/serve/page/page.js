@@ -90,7 +90,7 @@ $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
   save("sessionStorage", KEY, $("key").value);
   $("key").value = "";
-  showModel().then(() => message.focus()).catch(announce);
+  showModel().then(() => message.focus()).catch(showFailure);
 });
 
 // The conversation.
@@ -141,6 +141,7 @@ async function answer() {
       Object.assign(made, withoutThoughts(raw, made.thoughts + (reasoning_content ?? "")));
       showSoon(made);
     }
+    if (!made.ended) throw new Error("the connection ended before the answer did");
   } catch (error) {
     if (running.signal.aborted) made.ended = "stopped";
     else made.error = error.message;
@@ -220,7 +221,13 @@ async function copy(button, text) {
 // What is seen.
 
 function announce(what) {
-  $("announcement").textContent = what instanceof Error ? what.message : what;
+  $("announcement").textContent = what;
+}
+
+/** Say why the model is not known; where the key is missing, its field says so. */
+function showFailure({ message }) {
+  if ($("key-form").hidden) $("facts").textContent = message;
+  announce(message);
 }
 
 function showRunning() {
@@ -306,4 +313,4 @@ showSettings();
 chat = load("sessionStorage", CHAT, []);
 chat.forEach(show);
 showRunning();
-showModel().catch(announce);
+showModel().catch(showFailure);
