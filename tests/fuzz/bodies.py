@@ -89,6 +89,49 @@ CHAT = {
     **SAMPLING,
 }
 COMPLETION = {"model": "tiny", "prompt": [1, 2, 3], "max_tokens": 4, "logprobs": 1, "stop": ["x"], **SAMPLING}
+LIBERAL = {
+    "messages": [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": ["Who?", {"text": "Where?"}, None]},
+        {"role": "assistant", "content": "There", "function_call": {"name": "f", "arguments": {"city": "Oslo"}}},
+        {"role": "function", "name": "f", "content": None},
+        {"role": "assistant", "content": "In", "reasoning": "Hm."},
+    ],
+    "n_predict": 4,
+    "functions": [{"name": "f", "parameters": SCHEMA}],
+    "function_call": "auto",
+    "chat_template_kwargs": {"enable_thinking": False},
+    "logit_bias": [[5, 1], [6, False]],
+    "stop": ["x", "", None],
+    "stop_token_ids": [5],
+    "min_tokens": 2,
+    "repetition_penalty": 1.2,
+    "response_format": {"type": "json_object", "schema": SCHEMA},
+    "best_of": 1,
+    "seed": -1,
+    **SAMPLING,
+}
+GUIDED = {"prompt": "Who", "structured_outputs": {"regex": "[a-c]+", "choice": None}, "max_tokens": 4, **SAMPLING}
+ECHO = {"prompt": [[1, 2, 3], [4, 5]], "echo": True, "logprobs": 2, "max_tokens": 1, "ignore_eos": True, **SAMPLING}
+OLLAMA = {
+    "model": "tiny:latest",
+    "messages": [
+        {"role": "user", "content": "Who?"},
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"function": {"name": "f", "arguments": {"city": "Oslo"}}}],
+        },
+        {"role": "tool", "content": "sunny", "tool_name": "f"},
+    ],
+    "tools": [{"type": "function", "function": {"name": "f", "parameters": SCHEMA}}],
+    "options": {"num_predict": 4, "temperature": 0.5, "stop": ["x"], "num_ctx": 512},
+    "think": False,
+    "keep_alive": "5m",
+    "logprobs": True,
+    "stream": False,
+}
+GENERATE = {"prompt": "Who?", "system": "Be brief.", "format": SCHEMA, "options": {"num_predict": 4}, "stream": False}
 FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
 BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", COMPLETION),
@@ -105,6 +148,16 @@ BODIES: tuple[tuple[str, dict[str, Any]], ...] = (
         {**ANTHROPIC, "tools": None, "output_config": {"format": {"type": "json_schema", "schema": SCHEMA}}},
     ),
     ("/v1/messages/count_tokens", ANTHROPIC),
+    ("/v1/chat/completions", LIBERAL),
+    ("/v1/completions", GUIDED),
+    ("/v1/completions", ECHO),
+    ("/api/chat", OLLAMA),
+    ("/api/generate", GENERATE),
+    ("/api/show", {"model": "tiny", "verbose": True}),
+    ("/tokenize", {"content": "Who", "add_special": True, "with_pieces": True}),
+    ("/tokenize", {"messages": CHAT["messages"], "add_generation_prompt": True}),
+    ("/detokenize", {"tokens": [1, 2, 3]}),
+    ("/apply-template", {"messages": CHAT["messages"]}),
 )
 
 
