@@ -104,3 +104,12 @@ def test_any_model_s_name_is_taken_and_the_answer_names_the_real_one(served: Ser
     for given in ({}, {"model": "gpt-4o"}, {"model": None}):
         answer = served.http().post("/v1/completions", json={"prompt": "a", "max_tokens": 1, **given}).json()
         assert answer["model"] == "tiny"
+
+
+def test_each_chunk_tells_the_usage_until_then_where_it_is_asked_for(served: Served) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    chunks = list(completion(served, PROMPTS[0], max_tokens=8, stream=True, stream_options=options))
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert 0 < counts[0] < counts[-1] == 8
+    assert all(chunk.usage.prompt_tokens == chunks[-1].usage.prompt_tokens for chunk in chunks)

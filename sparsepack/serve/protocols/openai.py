@@ -86,6 +86,7 @@ class OpenAIWriter(AnswerWriter):
     def __init__(self, answer: Answer) -> None:
         super().__init__(answer)
         self._logprobs: dict[int, LogprobsFormatter] = {}
+        self._tokens: dict[int, int] = {}  # that each choice has, as of its last chunk
 
     @abstractmethod
     def message(self, text: str, reasoning: str, calls: list[Json]) -> Json:
@@ -111,6 +112,7 @@ class OpenAIWriter(AnswerWriter):
         return b""
 
     def delta(self, choice: Choice) -> bytes:
+        self._tokens[choice.index] = choice.timings.tokens if choice.timings else 0
         first = choice.calls - len(choice.new.calls)
         new = choice.take()
         calls = [{"index": n, **_call(call)} for n, call in enumerate(new.calls, first)]
@@ -137,7 +139,11 @@ class OpenAIWriter(AnswerWriter):
         return self._choice(choice, content, finish_reason(choice), with_tokens=True)
 
     def _chunk(self, choice: Json, timings: Timings | None = None) -> bytes:
-        usage = {"usage": None} if self.answer.request.includes_usage else {}
+        usage: Json = {"usage": None} if self.answer.request.includes_usage else {}
+        if (stream := self.answer.request.stream_options) is not None and stream.continuous_usage_stats:
+            prompt, made = self.answer.prompt_tokens, sum(self._tokens.values())
+            counts = {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+            usage = {"usage": counts}
         return server_sent(self._body(self.chunk, [choice], **usage, **timings_json(timings)))
 
     def _choice(self, choice: Choice, content: Json, reason: str | None = None, with_tokens: bool = False) -> Json:
