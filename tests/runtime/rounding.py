@@ -76,7 +76,7 @@ def check_logits(
     off = (found.cpu() - expected.cpu()).abs().amax(-1)
     bounds = torch.full_like(off, TOLERANCE[backend])
     if backend != "reference" and (off >= bounds).any():
-        moved = moved_by_rounding(packed, ids, sparse_from, cache_type).abs().amax((0, -1))
-        assert moved.median() < 2 * TOLERANCE[backend], "rounding moves this model as far as a fault would"
-        bounds += moved[-len(off) :]
+        moved = moved_by_rounding(packed, ids, sparse_from, cache_type).abs().amax(-1)
+        assert moved.median() < 2 * TOLERANCE[backend], "rounding mostly moves this model as far as a fault would"
+        bounds += moved.amax(0)[-len(off) :]
     assert (off < bounds).all(), f"off by {off.tolist()}; expected less than {bounds.tolist()}"
