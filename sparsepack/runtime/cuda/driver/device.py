@@ -114,7 +114,7 @@ def own_stream(device: torch.device | None = None, priority: int = 0) -> torch.c
     return stream
 
 
-_graph_lock, _recording_lock = Lock(), Lock()
+_graph_lock = Lock()
 _last: dict[int, torch.cuda.Stream] = {}
 """A GPU's last turn was on this stream."""
 
@@ -144,14 +144,12 @@ def capture_graph(run: Callable[[], None], stream: torch.cuda.Stream, pool: Any 
 @contextmanager
 def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """What the context puts on the current stream becomes part of a graph. `torch.cuda.graph` would wait for the whole
-    GPU, which fails while another thread records; one thread records at a time, since all share torch's generator of
-    random numbers, which one graph at a time may have."""
-    with _recording_lock:
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # of this thread: engines of others go on
-        try:
-            yield
-        finally:
-            graph.capture_end()
+    GPU, which fails while another thread records."""
+    graph.capture_begin(pool=pool, capture_error_mode="thread_local")  # of this thread: engines of others go on
+    try:
+        yield
+    finally:
+        graph.capture_end()
 
 
 def replay(graph: torch.cuda.CUDAGraph) -> None:
