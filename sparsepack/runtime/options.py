@@ -137,7 +137,7 @@ class GenerateOptions:
     stop_token_ids -- tokens that end it, besides the model's own; they are not part of it
     ignore_eos -- the model's own do not end it
     logit_bias, min_tokens, logprobs, constraint -- as `Sampling` has them
-    shown_tokens -- special tokens whose text is part of the answer, as ordinary tokens' is
+    preserved_tokens -- special tokens whose text is part of the answer, as in llama.cpp
     """
 
     tokens: int = option(
@@ -199,7 +199,7 @@ class GenerateOptions:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     constraint: Callable[[], Any] | None = None
-    shown_tokens: tuple[int, ...] = ()
+    preserved_tokens: tuple[int, ...] = ()
 
 
 GENERATE_NAMES: Mapping[str, str] = {

@@ -69,7 +69,7 @@ class Dialect:
             return answer
         return lambda: ReasoningParser(reasoning, answer())
 
-    def shown_tokens(self, with_tools: bool) -> tuple[int, ...]:
+    def preserved_tokens(self, with_tools: bool) -> tuple[int, ...]:
         """The special tokens in which an answer has its marks."""
         marks = (*(self._reasoning.marks if self._reasoning else ()), self.tools.marks if with_tools else "")
         added = self._model.tokenizer.get_added_tokens_decoder().items()

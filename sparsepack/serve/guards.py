@@ -90,7 +90,7 @@ class LargeBodies:
     """The memory that large bodies take at a time; of one event loop."""
 
     def __init__(self) -> None:
-        self._complete_calls = 0
+        self._bytes = 0
 
     @contextmanager
     def one(self) -> Iterator[Callable[[int], None]]:
@@ -101,15 +101,15 @@ class LargeBodies:
         def grow(count: int) -> None:
             nonlocal size
             more = max(size + count, SMALL_BODY) - max(size, SMALL_BODY)
-            if self._complete_calls + more > MAX_LARGE_BODY_BYTES:
+            if self._bytes + more > MAX_LARGE_BODY_BYTES:
                 message = "other large requests take the memory that they may have; try again"
                 raise Refusal(503, message, code="queue_full", retry_after=1)
-            size, self._complete_calls = size + count, self._complete_calls + more
+            size, self._bytes = size + count, self._bytes + more
 
         try:
             yield grow
         finally:
-            self._complete_calls -= max(size, SMALL_BODY) - SMALL_BODY
+            self._bytes -= max(size, SMALL_BODY) - SMALL_BODY
 
 
 async def read_json_body(

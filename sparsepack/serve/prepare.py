@@ -205,9 +205,9 @@ class RequestPreparer:
         if request.clips_max_tokens and limit is not None:
             limit = min(limit, max(self._prompts.context - len(ids), 1))
         tokens = self._prompts.checked_tokens(len(ids), limit)
-        shown = self._dialect.shown_tokens(bool(request.callable_tools)) if isinstance(request, ChatRequest) else ()
+        marks = self._dialect.preserved_tokens(bool(request.callable_tools)) if isinstance(request, ChatRequest) else ()
         options = generate_options(request, tokens, self._suggested)
-        options = replace(options, constraint=constraint, shown_tokens=shown)
+        options = replace(options, constraint=constraint, preserved_tokens=marks)
         named = {"logit_bias": [id for id, _ in options.logit_bias], "stop_token_ids": options.stop_token_ids}
         for name, given in named.items():
             if max(given, default=0) >= self._vocabulary:

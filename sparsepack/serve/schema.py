@@ -34,7 +34,7 @@ CONTENT = "expected a text, or a list of parts of type text; this server reads n
 
 
 class Part(BaseModel):
-    """A part of a request, which is read once and stays as it is."""
+    """A body of a request, or a part of one, which is read once and stays as it is."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
@@ -47,7 +47,7 @@ class ContentPart(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _plain_text(cls, part: Any) -> Any:
+    def _from_string(cls, part: Any) -> Any:
         return {"text": part} if isinstance(part, str) else part
 
 
@@ -63,13 +63,13 @@ class CalledFunction(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _arguments_in_json(cls, function: Any) -> Any:
+    def _dump_arguments(cls, function: Any) -> Any:
         if isinstance(function, dict) and isinstance(arguments := function.get("arguments", ""), dict | None):
             return {**function, "arguments": json.dumps(arguments or {})}
         return function
 
     @model_validator(mode="after")
-    def _arguments_are_an_object(self) -> "CalledFunction":
+    def _check_arguments(self) -> "CalledFunction":
         check_values(self.arguments.encode(), MAX_JSON_VALUES)
         try:
             read = JSON_DECODER.decode(self.arguments or "{}")
@@ -105,7 +105,7 @@ class Message(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_standard_form(cls, message: Any) -> Any:
+    def _standard_form(cls, message: Any) -> Any:
         if not isinstance(message, dict):
             return message
         message = {name: value for name, value in message.items() if value is not None}
@@ -118,7 +118,7 @@ class Message(Part):
         return message
 
     @model_validator(mode="after")
-    def _what_its_role_has(self) -> "Message":
+    def _check_role(self) -> "Message":
         if self.tool_calls and self.role != "assistant":
             raise unsupported("tool_calls", "only in messages of the role assistant")
         return self
@@ -162,7 +162,7 @@ class Tool(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _function_in_its_place(cls, tool: Any) -> Any:
+    def _nest_function(cls, tool: Any) -> Any:
         """OpenAI's Responses have a function's name beside the type."""
         if isinstance(tool, dict) and "name" in tool and "function" not in tool:
             function = {name: value for name, value in tool.items() if name != "type"}
@@ -263,13 +263,13 @@ class JsonSchema(Part):
 
 
 class ResponseFormat(Part):
-    """What kind of text is wanted."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     @model_validator(mode="after")
-    def _schema_where_it_belongs(self) -> "ResponseFormat":
+    def _check_schema(self) -> "ResponseFormat":
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise unsupported("json_schema", "it goes with the type json_schema, and with no other")
         return self
@@ -318,7 +318,7 @@ class TextParameters(BaseModel, ABC):
 
     @model_validator(mode="before")
     @classmethod
-    def _in_standard_form(cls, body: Any, info: ValidationInfo) -> Any:
+    def _standard_form(cls, body: Any, info: ValidationInfo) -> Any:
         if not isinstance(body, dict):
             return body
         if len(body) > MOST_PARAMETERS:
@@ -331,7 +331,7 @@ class TextParameters(BaseModel, ABC):
         )
 
     @model_validator(mode="after")
-    def _one_format(self) -> "TextParameters":
+    def _check_formats(self) -> "TextParameters":
         formats = {"grammar": self.grammar, "regex": self.regex, "response_format": self.requires_json or None}
         if len(given := [name for name, value in formats.items() if value is not None]) > 1:
             raise unsupported(given[0], f"not with {given[-1]}; give one of them")
@@ -350,11 +350,11 @@ class TextParameters(BaseModel, ABC):
     @property
     @abstractmethod
     def logprobs_count(self) -> int | None:
-        """How many of the logprobs_count tokens are told in each place of the text; None: nothing is told of them."""
+        """How many of the likeliest tokens the answer names in each place; None: no log-probabilities."""
 
     @property
     def max_new_tokens(self) -> int | None:
-        """How many tokens are asked for at most; None: as many as there is room for."""
+        """The most tokens to generate; None: as many as there is room for."""
         return _limit(self.max_tokens)
 
     @property
@@ -385,7 +385,7 @@ class CompletionRequest(TextParameters):
     prompt     -- a text, before which BOS goes where the model has one; or tokens, taken as they are; or a list of
                   texts or of lists of tokens, each of which is continued
     max_tokens -- 16 unless given, as at OpenAI
-    logprobs   -- how many of the likeliest tokens are told in each place
+    logprobs   -- how many of the likeliest tokens the answer names in each place
     echo       -- begin the answer with the prompt; with `logprobs`, tell how likely its tokens were
     """
 
@@ -408,7 +408,7 @@ class CompletionRequest(TextParameters):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """How many tokens are asked for at most; None: as many as there is room for."""
+        """The most tokens to generate; None: as many as there is room for."""
         return 16 if self.max_tokens is None else _limit(self.max_tokens)
 
     @property
@@ -438,7 +438,7 @@ class ChatRequest(TextParameters):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @model_validator(mode="after")
-    def _what_a_chat_s_parameters_need(self) -> "ChatRequest":
+    def _check_tools_and_logprobs(self) -> "ChatRequest":
         if self.top_logprobs and not self.logprobs:
             raise unsupported("top_logprobs", "only with logprobs: true")
         if self.requires_tool_call and (self.grammar is not None or self.regex is not None or self.requires_json):
@@ -482,7 +482,7 @@ class ChatRequest(TextParameters):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """How many tokens are asked for at most; None: as many as there is room for."""
+        """The most tokens to generate; None: as many as there is room for."""
         return _limit(self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens)
 
 

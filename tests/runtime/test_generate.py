@@ -203,10 +203,10 @@ def test_generation_streams_the_model_s_tokens_until_eos(tokenizer: Tokenizer) -
 
 
 @every_tokenizer
-def test_special_tokens_that_are_shown_have_their_text(tokenizer: Tokenizer) -> None:
-    shown = {1: tokenizer.id_to_token(1)}
-    stream, ids = TextStream(tokenizer, [], shown), [*encoded(tokenizer, "a 🙂"), 0, 1, *encoded(tokenizer, "bc")]
-    assert "".join([*map(stream.push, ids), stream.finish()]) == f"a 🙂{shown[1]}bc"
+def test_special_tokens_that_are_preserved_have_their_text(tokenizer: Tokenizer) -> None:
+    preserved = {1: tokenizer.id_to_token(1)}
+    stream, ids = TextStream(tokenizer, [], preserved), [*encoded(tokenizer, "a 🙂"), 0, 1, *encoded(tokenizer, "bc")]
+    assert "".join([*map(stream.push, ids), stream.finish()]) == f"a 🙂{preserved[1]}bc"
 
 
 def test_generation_stops_after_max_tokens_without_a_step_too_many() -> None:

@@ -65,7 +65,7 @@ class TextStream:
     """Turns tokens into text as they come; the pieces together are the text of all tokens.
 
     tokenizer -- of the model; special tokens give no text
-    shown     -- but these do: their texts by their ids
+    preserved -- but these do: their texts by their ids
     prompt    -- ids before the first token: they give no text themselves, but decide whether a leading space belongs
 
     A token's text depends on its neighbours: bytes of one character may lie in several tokens, and decoders drop the
@@ -75,16 +75,16 @@ class TextStream:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), shown: Mapping[int, str] = MappingProxyType({})
+        self, tokenizer: Tokenizer, prompt: Sequence[int] = (), preserved: Mapping[int, str] = MappingProxyType({})
     ) -> None:
-        self._tokenizer, self._shown = tokenizer, shown
+        self._tokenizer, self._preserved = tokenizer, preserved
         self._ids = list(prompt)  # from the beginning of the last piece
         self._sent = len(self._ids)  # of these, tokens whose text is out
 
     def push(self, id: int) -> str:
         """Add a token. Returns the text that is certain now: empty while the last character is incomplete."""
-        if id in self._shown:
-            text = self.finish() + self._shown[id]
+        if id in self._preserved:
+            text = self.finish() + self._preserved[id]
             self._ids, self._sent = [id], 1
             return text
         self._ids.append(id)
@@ -130,10 +130,10 @@ class Continuation:
         self.reason = "" if options.tokens else "tokens"
         self.stop: str | None = None
         self._most, self._room = options.tokens, engine.context - len(ids) + 1  # the last token is never appended
-        special = tokenizer.get_added_tokens_decoder() if options.stop or options.shown_tokens else {}
-        shown = {id: special[id].content for id in options.shown_tokens if id in special}
-        self._stream, self._stops = TextStream(tokenizer, ids, shown), StopText(options.stop)
-        # Special tokens have no text of their own in the answer unless they are shown.
+        special = tokenizer.get_added_tokens_decoder() if options.stop or options.preserved_tokens else {}
+        preserved = {id: special[id].content for id in options.preserved_tokens if id in special}
+        self._stream, self._stops = TextStream(tokenizer, ids, preserved), StopText(options.stop)
+        # Special tokens have no text of their own in the answer unless they are preserved.
         self._stop_ids = {id: t.content for id, t in special.items() if t.special and t.content in options.stop}
         self._sent: list[str] = []
 

@@ -116,7 +116,7 @@ class AnthropicTool(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_a_function(cls, tool: Any) -> Any:
+    def _check_type(cls, tool: Any) -> Any:
         if isinstance(tool, dict) and (kind := tool.get("type") or "custom") != "custom":
             remedy = "this server runs no tools of its own; give functions with name and input_schema"
             raise unsupported("type", f"{str(kind)[:100]}: {remedy}")
@@ -131,7 +131,7 @@ class AnthropicToolChoice(Part):
     disable_parallel_tool_use: bool | None = None
 
     @model_validator(mode="after")
-    def _names_a_tool(self) -> "AnthropicToolChoice":
+    def _check_name(self) -> "AnthropicToolChoice":
         if (self.type == "tool") != (self.name is not None):
             raise unsupported("name", "it goes with the type tool, and with no other")
         return self

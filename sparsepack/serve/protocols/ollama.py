@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, json_bytes
 from sparsepack.serve.liberal import unsupported
@@ -15,7 +15,7 @@ from sparsepack.serve.protocols.openai import chat_logprobs
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.protocols.tokens import refuse_embeddings
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
+from sparsepack.serve.schema import ChatRequest, CompletionRequest, Part, TextParameters, read_request
 from sparsepack.serve.tools import ToolCall
 
 if TYPE_CHECKING:
@@ -33,10 +33,8 @@ IGNORED_OPTIONS = frozenset(("num_ctx", "num_keep", "num_batch", "num_gpu", "mai
 """Options of how a model is loaded: this server's is loaded already."""
 
 
-class OllamaMessage(BaseModel):
+class OllamaMessage(Part):
     """A message; arguments of calls are objects."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     role: str
     content: str | None = None
@@ -47,7 +45,7 @@ class OllamaMessage(BaseModel):
     tool_call_id: str | None = None
 
     @model_validator(mode="after")
-    def _only_text(self) -> "OllamaMessage":
+    def _check_images(self) -> "OllamaMessage":
         _refuse(self.images, "images", "this server reads text only; leave them out")
         return self
 
@@ -64,7 +62,7 @@ class OllamaMessage(BaseModel):
         }
 
 
-class OllamaBody(BaseModel):
+class OllamaBody(Part):
     """What the bodies of /api/chat and /api/generate share.
 
     format     -- "json", or a JSON schema
@@ -72,8 +70,6 @@ class OllamaBody(BaseModel):
     think      -- whether the model may reason before its answer, or how much: "low", "medium" or "high"
     keep_alive -- ignored: the model stays
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
     stream: bool | None = None
@@ -125,7 +121,7 @@ class GenerateBody(OllamaBody):
     images: list[Any] | None = None
 
     @model_validator(mode="after")
-    def _what_is_not_known(self) -> "GenerateBody":
+    def _check_supported(self) -> "GenerateBody":
         _refuse(self.images, "images", "this server reads text only; leave them out")
         _refuse(self.template, "template", "the model's own is used; give raw: true with a prompt that is complete")
         _refuse(self.suffix, "suffix", "not supported by this server; leave it out")
@@ -305,10 +301,8 @@ def running(body: bytes, service: "Service") -> Json:
     return {"models": [{**model, **stays}]}
 
 
-class ShowBody(BaseModel):
+class ShowBody(Part):
     """The body of POST /api/show; `name` is the older word for `model`."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
     name: str | None = None

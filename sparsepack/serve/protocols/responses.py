@@ -116,7 +116,7 @@ class FunctionTool(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _is_a_function(cls, tool: Any) -> Any:
+    def _check_type(cls, tool: Any) -> Any:
         if isinstance(tool, dict) and (kind := tool.get("type")) != "function":
             remedy = "this server runs no tools of its own; give tools of type function"
             raise unsupported("type", f"{str(kind)[:100]}: {remedy}")
@@ -139,7 +139,7 @@ class AllowedTools(Part):
 
 
 class TextFormat(Part):
-    """What kind of text is wanted."""
+    """The format of the text."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = None
@@ -188,7 +188,7 @@ class ResponsesBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_changes_nothing(cls, body: Any) -> Any:
+    def _drop_ignored(cls, body: Any) -> Any:
         if not isinstance(body, dict):
             return body
         check_neutral(body, NEUTRAL)

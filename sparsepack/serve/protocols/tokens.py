@@ -2,28 +2,26 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from sparsepack.models.tokenizer.sandbox import SandboxError
 from sparsepack.serve.answer import Json
 from sparsepack.serve.liberal import unsupported
 from sparsepack.serve.protocols.protocol import ClientProtocol, Query
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, TokenId, read_request
+from sparsepack.serve.schema import ChatRequest, Part, TokenId, read_request
 
 if TYPE_CHECKING:
     from sparsepack.serve.app import Service
 
 
-class TokenizeBody(BaseModel):
+class TokenizeBody(Part):
     """The body of POST /tokenize.
 
     content, add_special       -- llama.cpp's: text, and whether BOS goes before it; not, unless given
     prompt, add_special_tokens -- vLLM's: the same, but BOS goes before it unless given
     with_pieces, return_token_strs -- llama.cpp's and vLLM's: the text of each token, too
     """
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
     content: str | None = None
@@ -35,7 +33,7 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool | None = None
 
     @model_validator(mode="after")
-    def _one_text(self) -> "TokenizeBody":
+    def _check_text(self) -> "TokenizeBody":
         if (self.content is None) == (self.prompt is None):
             raise unsupported("content", "expected one of content, prompt and messages")
         if self.parse_special is False:
@@ -45,10 +43,8 @@ class TokenizeBody(BaseModel):
         return self
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Part):
     """The body of POST /detokenize."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     model: str | None = None
     tokens: Annotated[list[TokenId], Field(fail_fast=True)]
