@@ -11,14 +11,12 @@ from pydantic_core import PydanticCustomError, from_json
 
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.progress import say
+from sparsepack.runtime.options import GENERATE_NAMES
 
 Json = dict[str, Any]
 
 SMALLEST_TOP_P = 1e-300
 """In place of 0, of which nothing could be drawn: the likeliest token alone."""
-
-ALIASES = MappingProxyType({"n_predict": "max_tokens", "repetition_penalty": "repeat_penalty"})
-"""Parameters by another name; the name of ours counts where both are given."""
 
 BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     {
@@ -32,6 +30,11 @@ BOUNDS: Mapping[str, tuple[float, float]] = MappingProxyType(
     }
 )
 """The values that OpenAI takes, where other servers take more; with `--strict` there are no others."""
+
+ALIASES = MappingProxyType(
+    {name: {"tokens": "max_tokens"}.get(field, field) for name, field in GENERATE_NAMES.items() if name not in BOUNDS}
+)
+"""Parameters by the names of other programs; the name of ours counts where both are given."""
 
 STRICT_STOPS = 4
 """OpenAI takes so many stop strings."""

@@ -26,9 +26,6 @@ PROTOCOL_VERSION = "0.12.0"
 
 TAG = ":latest"
 
-OPTIONS = {"num_predict": "max_tokens"}
-"""Options by another name in `TextParameters`."""
-
 IGNORED_OPTIONS = frozenset(("num_ctx", "num_keep", "num_batch", "num_gpu", "main_gpu", "num_thread", "use_mmap"))
 """Options of how a model is loaded: this server's is loaded already."""
 
@@ -82,8 +79,8 @@ class OllamaBody(Part):
 
     def parameters(self) -> Json:
         """Return the fields of `TextParameters`."""
-        given = {OPTIONS.get(name, name): value for name, value in (self.options or {}).items()}
-        given = {name: value for name, value in given.items() if name not in IGNORED_OPTIONS}
+        options = (self.options or {}).items()
+        given = {name: value for name, value in options if name not in IGNORED_OPTIONS and value is not None}
         if isinstance(self.format, dict):
             given["response_format"] = {"type": "json_schema", "json_schema": {"schema": self.format}}
         elif self.format:
@@ -156,7 +153,7 @@ def read_generate(body: bytes, service: "Service") -> TextParameters:
         system = [{"role": "system", "content": given.system}] if given.system else []
         return _request(ChatRequest, given.chat([*system, {"role": "user", "content": given.prompt}]), service)
     logprobs = (given.top_logprobs or 0) if given.logprobs else None
-    completion = {"max_tokens": -1, **given.parameters(), "prompt": given.prompt, "logprobs": logprobs}
+    completion = {"num_predict": -1, **given.parameters(), "prompt": given.prompt, "logprobs": logprobs}
     return _request(CompletionRequest, completion, service)
 
 
