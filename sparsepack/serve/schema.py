@@ -526,11 +526,12 @@ def _refusal(error: ValidationError, expected: Mapping[str, str]) -> Refusal:
     if first["type"] == "unsupported":
         name = ".".join(str(part) for part in (*first["loc"], first["ctx"]["name"]))
         return Refusal(400, f"{name}: {first['ctx']['reason']}", name, "unsupported_value")
-    forms = next((n for n, part in enumerate(first["loc"], 1) if part in expected), None)
+    known = first["type"] != "extra_forbidden"
+    forms = next((n for n, part in enumerate(first["loc"], 1) if known and part in expected), None)
     name = ".".join(str(part) for part in first["loc"][:forms])
     if forms:
         return Refusal(400, f"{name}: {expected[str(first['loc'][forms - 1])]}", name, "invalid_value")
-    if first["type"] == "extra_forbidden":
+    if not known:
         return Refusal(400, f"Unrecognized request argument supplied: {name}", name, "unknown_parameter")
     if first["type"] == "missing":
         return Refusal(400, f"{name}: missing; it must be given", name, "missing_required_parameter")

@@ -6,6 +6,8 @@ from typing import Any
 
 import pytest
 
+from sparsepack.serve.protocols.anthropic import MessagesBody
+from sparsepack.serve.protocols.responses import ResponsesBody
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import IGNORED, NEUTRAL, ChatRequest, CompletionRequest, read_request
 
@@ -113,6 +115,22 @@ def test_a_field_that_is_not_known_is_refused_in_openai_s_words_where_that_is_wa
 
 
 @pytest.mark.parametrize(
+    ("kind", "conversation", "part"),
+    [
+        (MessagesBody, "messages", {"type": "text", "text": "a", "cache_control": {}, "citations": None}),
+        (MessagesBody, "messages", {"type": "thinking", "thinking": "a", "signature": "b"}),
+        (ResponsesBody, "input", {"type": "output_text", "text": "a", "annotations": [], "logprobs": []}),
+    ],
+)
+def test_strict_refuses_unknown_fields_of_parts(kind: Any, conversation: str, part: dict[str, Any]) -> None:
+    def body(**more: Any) -> Any:
+        return {"max_tokens": 1, conversation: [{"role": "assistant", "content": [{**part, **more}]}]}
+
+    read_request(kind, json.dumps(body()).encode(), strict=True)
+    assert refusal(body(foo=1), kind, strict=True).code == "unknown_parameter"
+
+
+@pytest.mark.parametrize(
     ("name", "value"),
     [
         ("temperature", -0.1),
@@ -165,6 +183,7 @@ TOOLS = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name
     ("given", "standard"),
     [
         ({"n_predict": 5}, {"max_tokens": 5}),
+        ({"max_new_tokens": 5, "stop_strings": "a"}, {"max_tokens": 5, "stop": "a"}),
         ({"n_predict": 5, "max_tokens": 6}, {"max_tokens": 6}),
         ({"repetition_penalty": 1.2}, {"repeat_penalty": 1.2, "repeat_last_n": -1}),
         ({"seed": -1}, {}),

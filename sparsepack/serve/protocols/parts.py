@@ -5,16 +5,32 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict
+from pydantic import BeforeValidator, model_validator
 
+from sparsepack.serve import schema
 from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, json_bytes
 from sparsepack.serve.tools import ToolCall
 
+IGNORED = frozenset(
+    (
+        *("cache_control", "caller", "citations", "data", "is_error", "signature", "budget_tokens", "display"),
+        *("annotations", "created_by", "encrypted_content", "id", "logprobs", "phase", "status"),
+        *("type", "description", "strict", "summary", "generate_summary", "verbosity", "defer_loading"),
+    )
+)
+"""Fields of Anthropic's and OpenAI's parts that say nothing about the text, where a part does not declare them."""
 
-class Part(BaseModel):
-    """A part of a request. Fields that say nothing about the text, such as `cache_control`, are ignored."""
 
-    model_config = ConfigDict(extra="ignore", strict=True, frozen=True)
+class Part(schema.Part):
+    """A part of a request, without the fields in `IGNORED` and unknown ones that are null."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_ignored(cls, part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        known = cls.model_fields
+        return {name: value for name, value in part.items() if name in known or not (value is None or name in IGNORED)}
 
 
 def _as_parts(content: Any) -> Any:
