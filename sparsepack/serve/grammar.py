@@ -2,13 +2,10 @@
 
 import json
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from decimal import Decimal
 from typing import Any
-from urllib.parse import unquote
 
 import torch
 from llguidance import LLMatcher, LLTokenizer, grammar_from
@@ -18,7 +15,7 @@ from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError, decoding_json
 from sparsepack.models.tokenizer.tokenizer import check_tokenizer
-from sparsepack.option import LARGEST_COUNT
+from sparsepack.serve.json_schema import check_schema, closed, one_line, refused
 from sparsepack.serve.reasoning import Reasoning
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tool_formats import VARIABLES, ToolFormat
@@ -30,30 +27,11 @@ of spaces or lines goes on with them for long."""
 _VARYING = {"NUMBER": "/[0-9]{1,3}/", "ID": "/[a-zA-Z0-9]{9}/"}
 _SPECIAL = re.compile("\ue000([0-9]+)\ue001")  # a special token within a grammar, by its id
 
-LARGEST_DIVISOR = 10_000
-"""The numbers that `multipleOf` names in a schema have at most this least common multiple, powers of ten left out.
-llguidance makes a state for each remainder, without a limit of its own: 999,983 takes seconds, and ten times that
-minutes."""
-
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 """The schema of a function without parameters, by OpenAI's reference."""
 
-BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-COUNTS = ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties")
-NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-"""Keywords of a schema whose value has a schema for each of some names, which are no keywords."""
-
-DATA = ("const", "enum", "default", "examples")
-"""Keywords of a schema whose value is no schema."""
-
 LONGEST_MARK = 64
 """A mark of calls or of reasoning has at most so many tokens."""
-
-COMBINING = frozenset(("allOf", "if", "then", "else", "not", "dependentSchemas", "unevaluatedProperties"))
-ALTERNATIVES = frozenset(("$ref", "anyOf", "oneOf"))
-"""Keywords of schemas that combine several; the second ones do where they stand beside properties."""
-SAYING = frozenset(("additionalProperties", "patternProperties", "minProperties"))
-"""Keywords of a schema that says of itself whether an object has other properties than those it names."""
 
 Function = tuple[str, Mapping[str, Any] | None]
 """A function's name, and the JSON schema of its arguments; None or empty: it has none."""
@@ -85,7 +63,8 @@ class GrammarConstraint:
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            raise UserError(f"the grammar cannot be followed ({_line(self._matcher.get_error())}); give a simpler one")
+            reason = one_line(self._matcher.get_error())
+            raise UserError(f"the grammar cannot be followed ({reason}); give a simpler one")
 
 
 class LazyConstraint:
@@ -161,7 +140,7 @@ class Grammars:
 
         reasoning -- what may come before it
         """
-        _check_schema(schema, param)
+        check_schema(schema, param)
         with _refusals(param):
             written = json.dumps(closed(schema))
             grammar = LLMatcher.grammar_from_json_schema(written, defaults={"whitespace_pattern": WHITESPACE})
@@ -173,7 +152,7 @@ class Grammars:
         """A text of a grammar in llama.cpp's notation (GBNF) or in Lark's. Raises `Refusal` where it is none, and where
         a JSON schema is in it: `of_json` checks those."""
         if "%json" in grammar:
-            raise _refused("a JSON schema goes into response_format", param)
+            raise refused("a JSON schema goes into response_format", param)
         with _refusals(param):
             read = grammar_from("grammar", grammar)
         return self._constraint(read, param, reasoning)
@@ -200,7 +179,7 @@ class Grammars:
             f"call: {' | '.join(f'call_{number}' for number in numbers)}",
         ]
         for number, (name, parameters) in enumerate(functions):
-            _check_schema(parameters or {}, param)
+            check_schema(parameters or {}, param)
             parts = VARIABLES.split(format.call.replace("$NAME", name))
             varying = {**_VARYING, "ARGUMENTS": f"arguments_{number}"}
             written = [self._literal(part) if n % 2 == 0 else varying[part] for n, part in enumerate(parts)]
@@ -303,11 +282,11 @@ class Grammars:
             # llguidance has no limit of its own for some patterns. The child has no special tokens.
             SANDBOX.call("compile_grammar", _SPECIAL.sub(f"{quote}@{quote}", grammar))
         except SandboxError as error:
-            raise _refused(str(error), param) from error
+            raise refused(str(error), param) from error
         with _refusals(param):
             matcher = LLMatcher(self._tokenizer, _SPECIAL.sub(r"<[\1]>", grammar), log_level=0)
         if matcher.is_error():
-            raise _refused(matcher.get_error(), param)
+            raise refused(matcher.get_error(), param)
         return lambda: GrammarConstraint(matcher.deep_copy())
 
 
@@ -326,7 +305,7 @@ def _tokenizer_of(model: Model) -> Any:
         read = decoding_json(check_tokenizer(packed.tokenizer_json))
         return LLTokenizer(read, n_vocab=architecture.vocabulary, eos_token=list(architecture.eos))
     except ValueError as error:
-        logging.getLogger(__name__).warning("no JSON schemas and no grammars: %s", _line(str(error)))
+        logging.getLogger(__name__).warning("no JSON schemas and no grammars: %s", one_line(str(error)))
         return None
 
 
@@ -336,124 +315,12 @@ def _llguidance_errors(kind: Callable[[str], Exception]) -> Iterator[None]:
     try:
         yield
     except (ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-        raise kind(_line(str(error)) or "it is nested too deeply") from error
+        raise kind(one_line(str(error)) or "it is nested too deeply") from error
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise kind(f"llguidance failed: {_line(str(error))}") from error
+        raise kind(f"llguidance failed: {one_line(str(error))}") from error
 
 
 def _refusals(param: str) -> AbstractContextManager[None]:
-    return _llguidance_errors(lambda reason: _refused(reason, param))
-
-
-def _check_schema(schema: Mapping[str, Any], param: str) -> None:
-    """Raise `Refusal` where llguidance would round a number of a schema, ignore it, or take all time for it."""
-    if "x-guidance" in schema:
-        raise _refused("x-guidance is this server's own", param)
-    together = 1
-    for part in _schemas(schema):
-        for name in BOUNDS:
-            _check_bound(name, part.get(name, 0), param)
-        for name in COUNTS:
-            if isinstance(count := part.get(name), int) and count > LARGEST_COUNT:
-                raise _refused(f"{name} of more than {LARGEST_COUNT:,}", param)
-        values = (value for name in ("const", "enum") for value in _values(part.get(name)))
-        if any(isinstance(value, int) and not -(2**63) <= value < 2**64 for value in values):
-            raise _refused("const or enum with an integer beyond 64 bits", param)
-        if isinstance(reference := part.get("$ref"), str) and not _names_schema(reference):
-            raise _refused(f"$ref {reference[:60]!r} names no schema", param)
-        together = math.lcm(together, _figures(part.get("multipleOf")))
-        if together > LARGEST_DIVISOR:
-            raise _refused(f"multipleOf of more than {LARGEST_DIVISOR:,}, alone or together", param)
-
-
-def _check_bound(name: str, bound: Any, param: str) -> None:
-    """Raise `Refusal` for a bound that llguidance clamps or rounds: it counts in 64 bits, and reads doubles."""
-    if isinstance(bound, bool) and name.startswith("exclusive"):
-        return  # as in draft 4 of JSON schema
-    if isinstance(bound, bool) or not isinstance(bound, int | float):
-        raise _refused(f"{name} is no number", param)
-    if not -(2**63) <= bound < 2**63 or int(float(bound)) != int(bound):
-        raise _refused(f"{name} {str(Decimal(bound))[:30]}: a number beyond 64 bits, or that no double is", param)
-
-
-def _schemas(schema: Any) -> Iterator[Mapping[str, Any]]:
-    """A schema and those within it, wherever a reference may find one."""
-    parts = [schema]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list):
-            parts += part
-        elif isinstance(part, Mapping):
-            yield part
-            for name, value in part.items():
-                if name in NAMED and isinstance(value, Mapping):
-                    parts += value.values()
-                elif name not in DATA:
-                    parts.append(value)
-
-
-def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema whose objects have the properties that it names and no others, where it does not say whether they may:
-    small models would otherwise write more of them without end. It stays as it is where parts are combined, since an
-    object of one part may need the properties of another."""
-    parts = list(_schemas(schema))
-    if any(part.keys() & COMBINING or ("properties" in part and part.keys() & ALTERNATIVES) for part in parts):
-        return schema
-    return dict(_closed(schema))
-
-
-def _closed(part: Any, names: bool = False) -> Any:
-    """A part of a schema with its objects closed; of `names`, each value is a part."""
-    if isinstance(part, list):
-        return [_closed(each) for each in part]
-    if not isinstance(part, Mapping):
-        return part
-    written = {
-        name: value if name in DATA and not names else _closed(value, names=name in NAMED and not names)
-        for name, value in part.items()
-    }
-    properties = part.get("properties")
-    if names or not isinstance(properties, Mapping) or part.keys() & SAYING:
-        return written
-    names_all = {*(part.get("required") or ())} <= properties.keys()
-    return {**written, "additionalProperties": False} if names_all else written
-
-
-def _names_schema(reference: str) -> bool:
-    """Whether a reference leads to what `_schemas` yields: not into data, and not to several schemas with names."""
-    named = False
-    for name in unquote(reference.partition("#")[2]).split("/")[1:]:
-        if not named and name in DATA:
-            return False
-        named = not named and name in NAMED
-    return not named
-
-
-def _values(data: Any) -> Iterator[Any]:
-    """The numbers and texts in a value."""
-    parts = [data]
-    while parts:
-        part = parts.pop()
-        if isinstance(part, list | Mapping):
-            parts += part.values() if isinstance(part, Mapping) else part
-        else:
-            yield part
-
-
-def _figures(number: Any) -> int:
-    """A number without its sign, its point and the zeros at its ends: 25 of -0.0250; 1 of what is no number or 0."""
-    if isinstance(number, bool) or not isinstance(number, int | float):
-        return 1
-    exact = Decimal(repr(number) if isinstance(number, float) else number)
-    return int("".join(map(str, exact.normalize().as_tuple().digits))) or 1 if exact.is_finite() else 1
-
-
-def _refused(reason: str, param: str) -> Refusal:
-    return Refusal(400, f"{param}: it cannot be kept to ({_line(reason)}); give another", param, "invalid_value")
-
-
-def _line(reason: str) -> str:
-    """A reason in one line of bounded length."""
-    return " ".join(reason.split())[:300]
+    return _llguidance_errors(lambda reason: refused(reason, param))

@@ -10,7 +10,8 @@ from serving import MESSAGES, Served, chat
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
-from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars, closed
+from sparsepack.serve.grammar import NO_ARGUMENTS, GrammarConstraint, Grammars
+from sparsepack.serve.json_schema import closed
 from sparsepack.serve.reasoning import THINK, Reasoning
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.tool_formats import FORMATS, HERMES, NamedFormat

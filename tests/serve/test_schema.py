@@ -282,7 +282,7 @@ def test_other_messages_are_refused_by_place(message: Any, param: str) -> None:
 
 
 def test_arguments_of_too_many_values_are_refused_before_they_are_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.serve.schema.JSON_DECODER", None)
+    monkeypatch.setattr("sparsepack.serve.messages.JSON_DECODER", None)
     function = {"name": "f", "arguments": '{"a": [' + "[]," * 20_000 + "[]]}"}
     message = {"role": "assistant", "tool_calls": [{**CALL, "function": function}]}
     with pytest.raises(Refusal, match="more than 16,384 JSON values"):

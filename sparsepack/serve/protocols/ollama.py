@@ -11,11 +11,12 @@ from pydantic import Field, model_validator
 
 from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, json_bytes
 from sparsepack.serve.liberal import unsupported
+from sparsepack.serve.messages import Part
 from sparsepack.serve.protocols.openai import chat_logprobs
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.protocols.tokens import refuse_embeddings
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, CompletionRequest, Part, TextParameters, read_request
+from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
 from sparsepack.serve.tools import ToolCall
 
 if TYPE_CHECKING:

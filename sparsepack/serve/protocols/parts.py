@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
-from sparsepack.serve import schema
+from sparsepack.serve import messages
 from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, json_bytes
 from sparsepack.serve.tools import ToolCall
 
@@ -21,7 +21,7 @@ IGNORED = frozenset(
 """Fields of Anthropic's and OpenAI's parts that say nothing about the text, where a part does not declare them."""
 
 
-class Part(schema.Part):
+class Part(messages.Part):
     """A part of a request, without the fields in `IGNORED` and unknown ones that are null."""
 
     @model_validator(mode="before")

@@ -7,9 +7,10 @@ from pydantic import Field, model_validator
 from sparsepack.models.tokenizer.sandbox import SandboxError
 from sparsepack.serve.answer import Json
 from sparsepack.serve.liberal import unsupported
+from sparsepack.serve.messages import Part
 from sparsepack.serve.protocols.protocol import ClientProtocol, Query
 from sparsepack.serve.refusals import Refusal
-from sparsepack.serve.schema import ChatRequest, Part, TokenId, read_request
+from sparsepack.serve.schema import ChatRequest, TokenId, read_request
 
 if TYPE_CHECKING:
     from sparsepack.serve.app import Service
