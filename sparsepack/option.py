@@ -12,7 +12,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-Asked = TypeVar("Asked", bound=Any)
+Options = TypeVar("Options", bound=Any)
 _KEY = "option"
 LARGEST_SEED = 2**32 - 1
 LARGEST_COUNT = 2**31 - 1
@@ -193,46 +193,46 @@ def _in_words(annotation: Any) -> str:
     return _WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def check_types(asked: Any, error: type[Exception]) -> None:
+def check_types(options: Any, error: type[Exception]) -> None:
     """Raise `error` for the first field of a dataclass whose value is of another type than the field's."""
-    for name, annotation in get_type_hints(type(asked)).items():
-        check_type(name, getattr(asked, name), annotation, error)
+    for name, annotation in get_type_hints(type(options)).items():
+        check_type(name, getattr(options, name), annotation, error)
 
 
-def with_paths(asked: Asked) -> Asked:
+def with_paths(options: Options) -> Options:
     """A dataclass with a `Path` wherever a text stands for one."""
-    hints = get_type_hints(type(asked))
+    hints = get_type_hints(type(options))
     texts = {
         name: Path(value)
         for name, annotation in hints.items()
-        if isinstance(value := getattr(asked, name), str) and Path in {annotation, *get_args(annotation)}
+        if isinstance(value := getattr(options, name), str) and Path in {annotation, *get_args(annotation)}
     }
-    return replace(asked, **texts)
+    return replace(options, **texts)
 
 
-def check_options(asked: Any, error: type[Exception], but: Collection[str] = ()) -> None:
+def check_options(options: Any, error: type[Exception], but: Collection[str] = ()) -> None:
     """Raise `error`, naming field, value and what was expected, for the first value of another type than its field's,
     or that its option does not allow; then for the first that differs from its default and does nothing beside the
     others.
 
     but -- fields of which only the type is looked at
     """
-    check_types(asked, error)
-    declared_of = options_of(type(asked))
+    check_types(options, error)
+    declared_of = options_of(type(options))
     for name, declared in declared_of.items():
         if name in but:
             continue
-        value = getattr(asked, name)
+        value = getattr(options, name)
         if (expected := declared.problem(value)) is not None:
             raise error(f"{name} {value!r}: expected {expected}")
-    changed = [name for name in declared_of if getattr(asked, name) != default_of(type(asked), name)]
-    for line in idle(changed, lambda name: getattr(asked, name, None), lambda name: declared_of[name].counts):
+    changed = [name for name in declared_of if getattr(options, name) != default_of(type(options), name)]
+    for line in idle(changed, lambda name: getattr(options, name, None), lambda name: declared_of[name].counts):
         raise error(line)
 
 
 def with_values(
-    asked: Asked, given: Mapping[str, Any], error: type[Exception], others: Mapping[str, str] = {}
-) -> Asked:
+    options: Options, given: Mapping[str, Any], error: type[Exception], others: Mapping[str, str] = {}
+) -> Options:
     """A dataclass with other values.
 
     given  -- by the names of fields, or by others
@@ -240,7 +240,7 @@ def with_values(
 
     Raises `error` for a name that is neither, with the nearest one, and for two names of one field.
     """
-    names, values = [each.name for each in fields(asked)], dict[str, tuple[str, Any]]()
+    names, values = [each.name for each in fields(options)], dict[str, tuple[str, Any]]()
     for name, value in given.items():
         field = others.get(name, name)
         if field not in names:
@@ -250,7 +250,7 @@ def with_values(
         if field in values:
             raise error(f"{name}: {values[field][0]} says the same; leave one of them out")
         values[field] = name, value
-    return replace(asked, **{field: value for field, (_, value) in values.items()})
+    return replace(options, **{field: value for field, (_, value) in values.items()})
 
 
 def is_missing_path(name: str, *suffixes: str) -> bool:

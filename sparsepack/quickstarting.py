@@ -1,4 +1,4 @@
-"""From a model's name to a packed model: the recipe `quickstart` with what suits model and machine, nothing asked.
+"""From a model's name to a packed model: the recipe `quickstart` with what suits model and machine.
 
 What is chosen, and why, stands in `RULES`. Nothing heavy is imported at the top: the command line reads the options.
 """
@@ -30,7 +30,7 @@ RECIPE = Path("quickstart")
 
 @dataclass(frozen=True)
 class QuickstartOptions:
-    """What may be said beside the model."""
+    """Options besides the model."""
 
     text: tuple[str, ...] = option(
         "Calibrate on this text, and score on a part of it that is held out (default: text that the model writes "
@@ -112,7 +112,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Choice:
-    """What is made of a model on a machine.
+    """The format, device and calibration chosen for a model on a machine.
 
     windows -- of calibration text, those held out included; 0: weights are rounded to nearest without any
     seconds -- that it takes, as predicted
@@ -140,9 +140,11 @@ def this_machine() -> Machine:
 def choose(size: Size, options: QuickstartOptions, machine: Machine) -> Choice:
     """Return what suits a model on a machine. Raises `PackingError` where no memory has room for it."""
     smallest = min(FORMATS[rule.format].bits for rule in RULES) * size.weights / 8
-    device = options.device
+    device, reasons = options.device, list[str]()
     if device == "auto":
         device = "cuda" if (machine.free.get("cuda") or 0) > smallest else "cpu"
+        if device == "cpu" and "cuda" in machine.free:
+            reasons.append("not on the GPU: the file does not fit its free memory")
     kind = device.partition(":")[0]
     free = machine.free.get(kind)
     if free is not None and smallest > free:
@@ -151,7 +153,7 @@ def choose(size: Size, options: QuickstartOptions, machine: Machine) -> Choice:
             f"memory are free on {device}; expected a smaller model; pack it for another machine by `sparsepack pack`"
         )
     rate = RATES[kind] * (machine.cores if kind == "cpu" else 1)
-    most, reasons = MOST_WINDOWS[kind], list[str]()
+    most = MOST_WINDOWS[kind]
     rules = [rule for rule in RULES if kind in rule.devices and size.weights < rule.below]
     for rule in rules:
         each = rule.passes * WINDOW * size.of_token / rate
@@ -178,11 +180,11 @@ def _in_words(rule: Rule) -> str:
     return f"{rule.format}, {f'{rule.bits:g} bits read' if rule.bits else 'nothing skipped'}"
 
 
-def overrides_of(name: str, model: str, choice: Choice, texts: Sequence[str], context: int) -> list[str]:
+def overrides_of(name: str, model: str, choice: Choice, text: Sequence[str], context: int) -> list[str]:
     """Return the settings of the recipe that differ from those in its file, as `run --set` takes them."""
     held_out = choice.windows // HELD_OUT_SHARE
     format, bits = FORMATS[choice.rule.format], choice.rule.bits
-    calibrate = {"text": list(texts), "context": context, "samples": choice.windows - held_out, "held_out": held_out}
+    calibrate = {"text": list(text), "context": context, "samples": choice.windows - held_out, "held_out": held_out}
     values: dict[str, Any] = {
         "name": name,
         "description": "what sparsepack quickstart chose",
@@ -206,7 +208,7 @@ class Quickstart:
     text    -- the names of what was calibrated on; empty: what the model wrote itself
     chats   -- whether the model has a chat template
     context, memory -- the tokens that an engine makes room for, and the bytes of the file, keys and values then
-    report  -- of the recipe, JSON-able; `report.json` beside the file has it, too
+    report  -- of the recipe, JSON-able; `report.json` in the same folder has it, too
     """
 
     path: Path
@@ -276,28 +278,28 @@ def _write_text(checkpoint: Checkpoint, output: Path, tokens: int, device: str) 
     writer.unlink()
 
 
-def quickstart_table(made: Quickstart) -> str:
+def quickstart_table(result: Quickstart) -> str:
     """Return what came of it, a line each, and the commands that come next."""
     from sparsepack.recipe.model_stages import CALIBRATION
 
-    report, file = made.report, shlex.quote(str(made.path))
+    report, file = result.report, shlex.quote(str(result.path))
     packed, model = report["pack"], report["recipe"]["model"]
-    text = f"text of {made.text}" if made.text else "text that the model wrote itself"
+    text = f"text of {result.text}" if result.text else "text that the model wrote itself"
     bits = f"{packed['bits_per_weight']['blocks']:.2f} bits a weight of the blocks"
     rows = {
-        "file": f"{made.path}: {packed['file_bytes'] / 1e6:,.0f} MB, {bits}",
-        "memory": f"{made.memory / 1e6:,.0f} MB with keys and values of {made.context:,} tokens",
+        "file": f"{result.path}: {packed['file_bytes'] / 1e6:,.0f} MB, {bits}",
+        "memory": f"{result.memory / 1e6:,.0f} MB with keys and values of {result.context:,} tokens",
         "lost": _lost(packed.get("score"), text),
         "speed": "; ".join(_speeds(report["bench"]["tests"])),
-        "talk": f"sparsepack generate {file} {'--chat' if made.chats else '--prompt TEXT'}",
+        "talk": f"sparsepack generate {file} {'--chat' if result.chats else '--prompt TEXT'}",
         "serve": f"sparsepack serve {file}",
     }
-    calibration = shlex.quote(str(made.path.with_name(CALIBRATION)))
-    if made.choice.windows and not made.choice.rule.bits and made.choice.device == "cpu":
-        target = shlex.quote(str(made.path.with_name("planes.gguf")))
+    calibration = shlex.quote(str(result.path.with_name(CALIBRATION)))
+    if result.choice.windows and not result.choice.rule.bits and result.choice.device == "cpu":
+        target = shlex.quote(str(result.path.with_name("planes.gguf")))
         options = "--format zigzag-q6_p --bits 4.5"
         rows["lose less"] = f"sparsepack pack {shlex.quote(model)} --calibration {calibration} {options} -o {target}"
-    if not made.text:
+    if not result.text:
         rows["own text"] = f"sparsepack quickstart {shlex.quote(model)} --text FILE -o FOLDER"
     return "\n".join(f"{name.ljust(10)}{value}" for name, value in rows.items())
 

@@ -29,11 +29,11 @@ def write_own_text(model: Model, output: Path, tokens: int, seed: int = 0) -> No
     documents, written, rounds = list[str](), 0, 0
     with progress("writing calibration text", tokens) as advance:
         while written < tokens:
-            some = list(itertools.islice(prompts, together))
+            batch = list(itertools.islice(prompts, together))
             options = GenerateOptions(LENGTH, temperature=TEMPERATURE, repeat_penalty=1.0, seed=seed + rounds)
-            made = model.generate_together(some, options)
-            count = sum(len(each.tokens) for each in made)
-            documents += [prompt + each.text for prompt, each in zip(some, made, strict=True)]
+            generated = model.generate_together(batch, options)
+            count = sum(len(each.tokens) for each in generated)
+            documents += [prompt + each.text for prompt, each in zip(batch, generated, strict=True)]
             advance(min(count, tokens - written))
             written, rounds = written + count, rounds + 1
             if written < together * rounds:

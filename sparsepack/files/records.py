@@ -16,7 +16,7 @@ def records(result: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of a result, each a dictionary of scalars, which `pandas.DataFrame` takes.
 
     A list in `ROWS`, and the tasks of `eval`, give a row for each element, with the list's name in `table` and the rest
-    of the result beside; without one the result is one row. What stands in objects has names with points, as
+    of the result; without one the result is one row. What stands in objects has names with points, as
     `subject.name`; a list of values is JSON as text.
     """
     tables = {name: rows for name in ROWS if isinstance(rows := result.get(name), list | tuple) and rows}

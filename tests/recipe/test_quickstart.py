@@ -27,7 +27,7 @@ def chosen(size: Size, cores: int, cpu: int | None, cuda: int | None = None, **o
 
 
 @pytest.mark.parametrize(
-    ("size", "cores", "cpu", "cuda", "made"),
+    ("size", "cores", "cpu", "cuda", "expected"),
     [
         (SMALL, 16, 16 * GB, None, ("zigzag-q6_p", "cpu", 8)),
         (SMALL, 16, None, None, ("zigzag-q6_p", "cpu", 8)),  # nobody knows how much memory is free
@@ -39,9 +39,14 @@ def chosen(size: Size, cores: int, cpu: int | None, cuda: int | None = None, **o
     ],
 )
 def test_format_and_device_follow_size_cores_and_memory(
-    size: Size, cores: int, cpu: int | None, cuda: int | None, made: tuple[str, str, int]
+    size: Size, cores: int, cpu: int | None, cuda: int | None, expected: tuple[str, str, int]
 ) -> None:
-    assert chosen(size, cores, cpu, cuda) == made
+    assert chosen(size, cores, cpu, cuda) == expected
+
+
+def test_a_gpu_without_room_is_named() -> None:
+    choice = choose(LARGE, QuickstartOptions(), Machine(16, {"cpu": 16 * GB, "cuda": 3 * GB}))
+    assert "not on the GPU: the file does not fit its free memory" in choice.reasons
 
 
 def test_a_text_that_is_given_is_calibrated_on_however_long_it_takes() -> None:

@@ -26,7 +26,7 @@ def _device(context: click.Context, parameter: click.Parameter, name: str) -> st
 def quickstart(
     model: str, text: tuple[str, ...], device: str, work: Path | None, chat: bool, json_path: str | None
 ) -> None:
-    """From the name of MODEL to a packed file, in minutes: nothing is asked.
+    """From the name of MODEL to a packed file, in minutes.
 
     It downloads the model, chooses a format by the model's size, the machine and its memory, calibrates and packs,
     prints what was lost, how fast the file is and how much memory it takes, and ends with the next commands. A run
@@ -37,12 +37,12 @@ def quickstart(
     """
     from sparsepack.quickstarting import quickstart as run
 
-    made = run(model, work, QuickstartOptions(text, device))
-    emit(made.report, json_path, lambda report: quickstart_table(made))
+    result = run(model, work, QuickstartOptions(text, device))
+    emit(result.report, json_path, lambda report: quickstart_table(result))
     if chat:
         from sparsepack.cli.talk import converse
         from sparsepack.loading import load
         from sparsepack.runtime.options import CHAT_TOKENS, EngineOptions, GenerateOptions
 
-        packed = load(made.path, options=EngineOptions(device=made.choice.device))
+        packed = load(result.path, options=EngineOptions(device=result.choice.device))
         converse(packed, (), GenerateOptions(CHAT_TOKENS), None, None)
