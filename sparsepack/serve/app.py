@@ -84,7 +84,7 @@ class Service:
         return JSONResponse({"object": "list", "data": [self._model()]})
 
     async def model(self, request: Request) -> Response:
-        """The model, asked for by its name."""
+        """The model by its name."""
         self.preparer.check_model(request.path_params["name"])
         return JSONResponse(self._model())
 

@@ -115,8 +115,8 @@ class ContinuousBatch:
         request, ids = ticket.request, list(ticket.request.ids)
         if not request.options.tokens and not request.scores_prompt:
             if request.echo:
-                ticket.tell(TextDelta(request.echo))
-            ticket.tell(Finish("length", 0, 0))
+                ticket.put(TextDelta(request.echo))
+            ticket.put(Finish("length", 0, 0))
             return
         domain, scores = ticket.domain, request.scores_prompt  # which reads all of the prompt, for the logits
         same = (one for one in self._reading if one.ticket.domain == domain and one.continuation.ids == ids)
@@ -131,7 +131,7 @@ class ContinuousBatch:
             continuation = Continuation(self._engine, self._tokenizer, ids, request.options)
         except Exception as error:
             self._free.append(slot)
-            ticket.tell(Failure(error))
+            ticket.put(Failure(error))
             return
         self._domains[slot] = domain
         sequence = _Sequence(ticket, slot, continuation, cached)
@@ -234,7 +234,7 @@ class ContinuousBatch:
         """End a text in whose slot nobody knows what there is."""
         self._engine.truncate(0, sequence.slot)
         self._leave(sequence)
-        sequence.ticket.tell(Failure(error))
+        sequence.ticket.put(Failure(error))
 
     def _read(self) -> None:
         """Read a piece of some prompts, which take turns: a long one does not keep a short one waiting."""
@@ -283,10 +283,10 @@ class ContinuousBatch:
         for each in (one for one in [sequence, *followers] if one in self._running):
             request = each.ticket.request
             if request.echo is not None:
-                each.ticket.tell(TextDelta(request.echo, tuple(each.scored)))
+                each.ticket.put(TextDelta(request.echo, tuple(each.scored)))
             if not request.options.tokens:
                 self._leave(each)
-                each.ticket.tell(Finish("length", 0, each.cached))
+                each.ticket.put(Finish("length", 0, each.cached))
                 continue
             try:
                 chosen = each.continuation.sampler.choose(logits)
@@ -326,7 +326,7 @@ class ContinuousBatch:
         # Whoever has the prompt's likelihoods counts on one for each token after it, the end of the text included.
         with_end = sequence.ticket.request.scores_prompt
         if piece:
-            sequence.ticket.tell(TextDelta(piece, continuation.taken_logprobs(with_end), timings))
+            sequence.ticket.put(TextDelta(piece, continuation.taken_logprobs(with_end), timings))
         if continuation.reason:
             self._leave(sequence)
             if not self._running:
@@ -339,4 +339,4 @@ class ContinuousBatch:
                 continuation.stop,
                 timings,
             )
-            sequence.ticket.tell(ended)
+            sequence.ticket.put(ended)

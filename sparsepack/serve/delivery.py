@@ -78,7 +78,7 @@ class Delivery:
             pass
         self._cancel()
         for ticket in self.tickets:
-            ticket.tell(Failure(_ClientGone()))
+            ticket.put(Failure(_ClientGone()))
 
     def _cancel(self) -> None:
         for ticket in self.tickets:

@@ -21,10 +21,10 @@ _LOOKUP = {"type": "function", "function": {"name": _NEEDLE, "description": _NEE
 
 
 class Dialect:
-    """What requests for one model share, whatever they ask.
+    """What all requests for one model share.
 
     tools  -- the form of its calls
-    native -- whether its template tells it of tools; else this server's own prompt does
+    native -- whether its template writes the tools; else this server's own prompt does
     """
 
     def __init__(self, model: Model, reasoning: str = "auto") -> None:

@@ -22,7 +22,7 @@ MAX_BODY_BYTES = 4 * 2**20
 less room, so has a body."""
 
 MAX_JSON_VALUES = 2**14
-"""A request's body has at most this many JSON values beside the tokens of a prompt. Reading them takes time in which
+"""A request's body has at most this many JSON values besides the tokens of a prompt. Reading them takes time in which
 nobody else is served."""
 
 SMALL_BODY = 2**16

@@ -132,7 +132,7 @@ def _response_format(value: Any) -> Any:
 
 
 def _tool_choice(value: Any) -> Any:
-    """The name of a function may stand beside the type, as in OpenAI's Responses; Mistral has "any"."""
+    """The name of a function may stand next to the type, as in OpenAI's Responses; Mistral has "any"."""
     if isinstance(value, dict) and "name" in value:
         return {"type": "function", "function": {"name": value["name"]}}
     return "required" if value == "any" else value

@@ -142,7 +142,7 @@ class Tool(Part):
     @model_validator(mode="before")
     @classmethod
     def _nest_function(cls, tool: Any) -> Any:
-        """OpenAI's Responses have a function's name beside the type."""
+        """OpenAI's Responses have a function's name next to the type."""
         if isinstance(tool, dict) and "name" in tool and "function" not in tool:
             function = {name: value for name, value in tool.items() if name != "type"}
             return {"type": tool.get("type", "function"), "function": function}

@@ -8,7 +8,7 @@ from sparsepack.runtime.backends import most_sequences
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """What `sparsepack serve` may be told."""
+    """Options of `sparsepack serve`."""
 
     host: str = option("Address to listen on; 0.0.0.0 for all of this machine.", default="127.0.0.1")
     port: int = option("Where it listens there; 0 takes any that is free.", default=8000, least=0, most=65535)

@@ -23,7 +23,7 @@ BYTES_IN_JSON = 6
 """A byte of text takes at most so many in JSON, where `\\u0041` stands for one letter."""
 
 OTHER_BYTES = 2**18
-"""So many bytes of a body are for what stands beside the text: names of parameters, roles of messages, tools."""
+"""So many bytes of a body are for the rest: names of parameters, roles of messages, tools."""
 
 
 class Prompts:
@@ -107,7 +107,7 @@ class PreparedRequest:
     """A request that can be served.
 
     sequences   -- what the engine makes: `n` after each prompt, those of the first one first
-    parser      -- makes what tells text from calls
+    parser      -- makes the parser of each answer
     """
 
     request: TextParameters

@@ -1,4 +1,4 @@
-"""What reasoning models write before their answers: the marks around it, and how it is told from the answer."""
+"""What reasoning models write before their answers: the marks around it, and what separates it from the answer."""
 
 import re
 from dataclasses import dataclass

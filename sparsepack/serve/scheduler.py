@@ -157,7 +157,7 @@ class Scheduler:
                 raise full from None
             self._change.notify()
         if evicted is not None:
-            evicted.tell(Failure(full))
+            evicted.put(Failure(full))
         return ticket
 
     def discard(self, ticket: Ticket) -> None:
@@ -172,7 +172,7 @@ class Scheduler:
             waiting = self._queue.clear()
             self._change.notify()
         for ticket in waiting:
-            ticket.tell(Failure(Closing(ENDING)))
+            ticket.put(Failure(Closing(ENDING)))
 
     def abort(self) -> None:
         """End the texts that are being made, and tell so."""
@@ -190,7 +190,7 @@ class Scheduler:
         """End the texts in the making, and one on its way to the batch."""
         for ticket in (*self._batch.tickets, self._joining):
             if ticket is not None and not ticket.cancelled:
-                ticket.tell(Failure(error))
+                ticket.put(Failure(error))
                 ticket.cancel()
 
     def _work(self) -> None:

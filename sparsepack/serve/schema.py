@@ -83,8 +83,8 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 class StreamOptions(Part):
     """What a request says of its stream.
 
-    include_usage          -- a last event tells how many tokens there were
-    continuous_usage_stats -- each event tells how many there were until then (vLLM)
+    include_usage          -- a last event has the numbers of tokens
+    continuous_usage_stats -- each event has those until then (vLLM)
     include_obfuscation    -- the field is ignored, because it says nothing about the text
     """
 
@@ -226,7 +226,7 @@ class CompletionRequest(TextParameters):
                   texts or of lists of tokens, each of which is continued
     max_tokens -- 16 unless given, as at OpenAI
     logprobs   -- how many of the likeliest tokens the answer names in each place
-    echo       -- begin the answer with the prompt; with `logprobs`, tell how likely its tokens were
+    echo       -- begin the answer with the prompt; with `logprobs`, give the log-probabilities of its tokens, too
     """
 
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
@@ -335,7 +335,7 @@ EXPECTED = MappingProxyType(
         "tool_choice": 'expected "none", "auto", "required", or {"type": "function", "function": {"name": NAME}}',
     }
 )
-"""These parameters may have several forms, of which the library would tell what the first one lacks."""
+"""These parameters may have several forms, of which pydantic would name the first one alone."""
 
 
 def read_request(kind: type[R], body: bytes, strict: bool = False, expected: Mapping[str, str] = EXPECTED) -> R:

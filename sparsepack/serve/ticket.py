@@ -133,7 +133,7 @@ class Ticket:
         """Whether nobody waits for the text any more."""
         return self._cancelled.is_set()
 
-    def tell(self, event: Event) -> None:
+    def put(self, event: Event) -> None:
         """Hand an event to the event loop, from any thread."""
         try:
             self._loop.call_soon_threadsafe(self._events.put_nowait, event)

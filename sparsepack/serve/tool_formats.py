@@ -1,4 +1,4 @@
-"""How models write calls of tools: a row for each form, and the form that a chat template teaches.
+"""How models write calls of tools: a row for each form, and the form that a chat template has.
 
 A row has the texts of one call and of what stands around several, in which `$NAME`, `$ARGUMENTS`, `$KEY`, `$NUMBER` and
 `$ID` stand for what varies. Grammars are made of these texts, and answers are read by them; a reader takes any space
@@ -60,14 +60,14 @@ class ToolFormat(ABC):
     """A form of calls.
 
     name      -- of the form
-    taught    -- a regular expression that is found in the chat templates that teach it
+    template  -- a regular expression that chat templates of the form match
     call      -- one call, with $NAME and $ARGUMENTS
     begin     -- before the first call; end -- behind the last one; separator -- between two
     parameters -- how arguments are written; None: as a JSON object
     """
 
     name: str
-    taught: str
+    template: str
     call: str
     begin: str = ""
     separator: str = ""
@@ -347,12 +347,12 @@ FORMATS: tuple[ToolFormat, ...] = (
     HERMES,
     LLAMA,
 )
-"""The first row that a template teaches is its form."""
+"""The first row that matches a template is its form."""
 
 
 def tool_format(template: str) -> ToolFormat | None:
-    """The form that a chat template teaches; None: one that has no row."""
-    return next((format for format in FORMATS if re.search(format.taught, template)), None)
+    """The form of a chat template; None: one that has no row."""
+    return next((format for format in FORMATS if re.search(format.template, template)), None)
 
 
 def generic_prompt(tools: Sequence[Mapping[str, Any]]) -> str:

@@ -57,13 +57,13 @@ class ToolCallParser:
     """Reads calls of one of the forms. From what looks like a call and is none, or calls a function that was not given,
     all is text.
 
-    most -- calls that are told; those after them are dropped. None: all are told
+    most -- calls that are returned; those after them are dropped. None: all are returned
     """
 
     def __init__(self, format: ToolFormat, functions: Functions, most: int | None = None) -> None:
         self._format, self._functions, self._left = format, functions, most
         self._starts = StopText(format.starts)
-        self._buffer = ""  # told neither as text nor as a call
+        self._buffer = ""  # not yet returned, neither as text nor as a call
         self._called = self._is_text = False
 
     def push(self, piece: str) -> ParsedText:

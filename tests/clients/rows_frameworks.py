@@ -1,6 +1,7 @@
 """Libraries on top of the vendors' clients."""
 
 import os
+from functools import partial
 from typing import Literal
 
 from pydantic import BaseModel
@@ -113,52 +114,29 @@ def llama_index(url, key):
     return "an answer, and the same in pieces"
 
 
-@row("instructor", "from_openai, a pydantic model by tools")
-def instructor_tools(url, key):
-    import instructor
-    import openai
-
-    client = instructor.from_openai(openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0))
-    made = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=500, max_retries=0
-    )
-    assert made.city in ("Oslo", "Rome")
-    return "an instance of the model"
-
-
-@row("instructor", "from_openai, a pydantic model by JSON_SCHEMA")
-def instructor_schema(url, key):
+def _instructor(url, key, mode):
     import instructor
     import openai
 
     client = openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0)
-    client = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
-    made = client.chat.completions.create(
-        model=MODEL, messages=MESSAGES, response_model=Weather, max_tokens=500, max_retries=0
-    )
-    assert made.city in ("Oslo", "Rome")
+    client = instructor.from_openai(client, mode=instructor.Mode[mode])
+    options = {"response_model": Weather, "max_tokens": 500, "max_retries": 0}
+    assert client.chat.completions.create(model=MODEL, messages=MESSAGES, **options).city in ("Oslo", "Rome")
     return "an instance of the model"
 
 
-@row("pydantic-ai-slim", "Agent with OpenAIChatModel and an output type")
-def pydantic_ai_openai(url, key):
+def _pydantic_ai(url, key, kind):
     from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.models import openai
     from pydantic_ai.providers.openai import OpenAIProvider
 
-    model = OpenAIChatModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
+    model = getattr(openai, kind)(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
     agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 500})
     assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
     return "an instance of the type"
 
 
-@row("pydantic-ai-slim", "Agent with OpenAIResponsesModel and an output type")
-def pydantic_ai_responses(url, key):
-    from pydantic_ai import Agent
-    from pydantic_ai.models.openai import OpenAIResponsesModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    model = OpenAIResponsesModel(MODEL, provider=OpenAIProvider(base_url=f"{url}/v1", api_key=key))
-    agent = Agent(model, output_type=Weather, model_settings={"max_tokens": 500})
-    assert agent.run_sync(QUESTION).output.city in ("Oslo", "Rome")
-    return "an instance of the type"
+for mode, name in (("TOOLS", "tools"), ("JSON_SCHEMA", "JSON_SCHEMA")):
+    row("instructor", f"from_openai, a pydantic model by {name}")(partial(_instructor, mode=mode))
+for kind in ("OpenAIChatModel", "OpenAIResponsesModel"):
+    row("pydantic-ai-slim", f"Agent with {kind} and an output type")(partial(_pydantic_ai, kind=kind))

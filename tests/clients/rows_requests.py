@@ -46,8 +46,7 @@ def unknown(url, key):
 
 @row("httpx", "llama.cpp: n_predict, json_schema, cache_prompt, top_k 0, seed -1")
 def llama_cpp(url, key):
-    body = {"n_predict": 100, "json_schema": SCHEMA, "cache_prompt": True, "top_k": 0, "seed": -1, "max_tokens": None}
-    body = {name: value for name, value in body.items() if value is not None}
+    body = {"n_predict": 100, "json_schema": SCHEMA, "cache_prompt": True, "top_k": 0, "seed": -1}
     text = _post(url, key, "/v1/chat/completions", messages=MESSAGES, **body)["choices"][0]["message"]["content"]
     assert json.loads(text)["city"] in ("Oslo", "Rome")
     return "JSON of the schema"

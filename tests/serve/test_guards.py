@@ -142,14 +142,14 @@ def test_large_bodies_take_a_bounded_memory_together(served: Served, monkeypatch
     with socket.create_connection(("127.0.0.1", served.port), timeout=20) as slow:
         slow.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n")
         slow.sendall(b"Content-Length: %d\r\n\r\n" % len(body) + body[:-1])
-        wait_until(lambda: served.service._large_bodies._complete_calls > 80_000)
+        wait_until(lambda: served.service._large_bodies._bytes > 80_000)
         with served.http(headers={"Content-Type": "application/json"}) as http:
             refused = http.post("/v1/completions", content=body)
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
             assert "other large requests" in error(refused)
             small = http.post("/v1/completions", json={"n": 99, "user": "x" * 50_000})
             assert small.status_code == 400
-    wait_until(lambda: served.service._large_bodies._complete_calls == 0)
+    wait_until(lambda: served.service._large_bodies._bytes == 0)
     with served.http(headers={"Content-Type": "application/json"}) as http:
         assert http.post("/v1/completions", content=body).status_code == 400
 

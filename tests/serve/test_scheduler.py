@@ -40,8 +40,8 @@ class Batch:
             self.tickets.remove(ticket)
         if self.tickets and self.let.acquire(timeout=0.01):
             ticket = self.tickets.pop(0)
-            ticket.tell(TextDelta(str(ticket.request.ids[0])))
-            ticket.tell(END)
+            ticket.put(TextDelta(str(ticket.request.ids[0])))
+            ticket.put(END)
 
 
 async def found(ticket: object) -> list[Event | None]:

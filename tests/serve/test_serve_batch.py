@@ -27,7 +27,7 @@ class Reader:
     def cancelled(self) -> bool:
         return self.turns <= 0
 
-    def tell(self, event: Event) -> None:
+    def put(self, event: Event) -> None:
         self.events.append(event)
 
     @property
