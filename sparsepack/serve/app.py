@@ -15,7 +15,6 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from sparsepack.formats.manifest import SCORE
 from sparsepack.serve.answer import Answer
 from sparsepack.serve.connections import Connections, max_connections
 from sparsepack.serve.delivery import Delivery, queue_full
@@ -41,7 +40,7 @@ from sparsepack.serve.ticket import GenerationRequest, Ticket
 
 ENDPOINTS = tuple(endpoint for protocol in PROTOCOLS for endpoint in protocol.endpoints)
 QUERIES = tuple(query for protocol in PROTOCOLS for query in protocol.queries)
-PATHS = frozenset(("/health", "/metrics", "/v1/models", *(path for one in PROTOCOLS for path in one.paths)))
+PATHS = frozenset(("/health", "/metrics", *(path for one in PROTOCOLS for path in one.paths)))
 
 R = TypeVar("R")
 
@@ -51,6 +50,7 @@ class Service:
 
     name        -- of the model
     fingerprint -- changes with the model and what runs it
+    created     -- seconds since 1970
     """
 
     options: ServeOptions
@@ -69,7 +69,7 @@ class Service:
         most = scheduler.capacity + options.queue
         self.preparer = RequestPreparer(prompts.model, prompts, name, most, options.strict, options.reasoning)
         self.stored_responses = StoredResponses()
-        self._created = int(time.time())
+        self.created = int(time.time())
         self._reading, self._large_bodies = 0, LargeBodies()
         self._one_large_body, self._beginning = asyncio.Lock(), asyncio.Lock()
 
@@ -78,15 +78,6 @@ class Service:
         usable = self.scheduler.usable
         body = {"making": self.scheduler.running, "waiting": self.scheduler.waiting, "model": self.name}
         return JSONResponse({"status": "ok" if usable else "ending", **body}, 200 if usable else 503)
-
-    async def models(self, request: Request) -> Response:
-        """The one model."""
-        return JSONResponse({"object": "list", "data": [self._model()]})
-
-    async def model(self, request: Request) -> Response:
-        """The model by its name."""
-        self.preparer.check_model(request.path_params["name"])
-        return JSONResponse(self._model())
 
     async def prometheus(self, request: Request) -> Response:
         """What the server has done, for Prometheus."""
@@ -174,19 +165,6 @@ class Service:
             raise Refusal(503, str(error), code="server_ending") from error
         return tickets
 
-    def _model(self) -> dict[str, Any]:
-        common = {"id": self.name, "object": "model", "created": self._created, "owned_by": "sparsepack"}
-        packed = self.prompts.model.packed
-        manifest = packed.manifest
-        bits = {"stored": packed.block_bits, "target": packed.block_bits * (1 - packed.target)}
-        about = {
-            "format": manifest["kind"],
-            "bits": bits,
-            "score": manifest.get(SCORE),
-            "suggested": dict(packed.generation),
-        }
-        return {**common, "max_model_len": self.prompts.context, "sparsepack": about}
-
 
 def create_app(service: Service) -> Starlette:
     """The application, for an ASGI server."""
@@ -210,8 +188,6 @@ def create_app(service: Service) -> Starlette:
             *page_routes(),
             Route("/health", service.health),
             Route("/metrics", service.prometheus),
-            Route("/v1/models", service.models),
-            Route("/v1/models/{name:path}", service.model),
             *(Route(one.path, partial(service.generate, one), methods=["POST"]) for one in ENDPOINTS),
             *(Route(one.path, partial(service.query, one), methods=[one.method]) for one in QUERIES),
         ],

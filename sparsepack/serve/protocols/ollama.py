@@ -260,9 +260,6 @@ def error_body(refusal: Refusal) -> Json:
     return {"error": refusal.message}
 
 
-STARTED = time.time()
-
-
 def _model(service: "Service") -> Json:
     """Return what lists say of the one model. `size` is that of its blocks' weights, in bytes."""
     packed = service.prompts.model.packed
@@ -279,7 +276,7 @@ def _model(service: "Service") -> Json:
     return {
         "name": service.name + TAG,
         "model": service.name + TAG,
-        "modified_at": _time(STARTED),
+        "modified_at": _time(service.created),
         "size": round(count * packed.block_bits / 8),
         "digest": service.fingerprint.removeprefix("fp_"),
         "details": details,

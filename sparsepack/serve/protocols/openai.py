@@ -4,15 +4,19 @@ import codecs
 import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from sparsepack.formats.manifest import SCORE
 from sparsepack.runtime.generation.sampling import TokenLogprob
 from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, server_sent
-from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint
+from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, read_request
 from sparsepack.serve.ticket import Timings
 from sparsepack.serve.tools import ToolCall
+
+if TYPE_CHECKING:
+    from sparsepack.serve.app import Service
 
 Bytes = Callable[[int], bytes]
 """What a token stands for, by its id."""
@@ -244,6 +248,25 @@ def _call(call: ToolCall) -> Json:
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
+def models(body: bytes, service: "Service") -> Json:
+    """Return the list of models, which has one."""
+    return {"object": "list", "data": [model(body, service, service.name)]}
+
+
+def model(body: bytes, service: "Service", name: str) -> Json:
+    """Return the model. Raises `Refusal` 404 for another name."""
+    service.preparer.check_model(name)
+    packed = service.prompts.model.packed
+    about = {
+        "format": packed.manifest["kind"],
+        "bits": {"stored": packed.block_bits, "target": packed.block_bits * (1 - packed.target)},
+        "score": packed.manifest.get(SCORE),
+        "suggested": dict(packed.generation),
+    }
+    common = {"id": name, "object": "model", "created": service.created, "owned_by": "sparsepack"}
+    return {**common, "max_model_len": service.prompts.context, "sparsepack": about}
+
+
 END_OF_STREAM = b"data: [DONE]\n\n"
 
 OPENAI = ClientProtocol(
@@ -260,4 +283,5 @@ OPENAI = ClientProtocol(
             ChatWriter,
         ),
     ),
+    queries=(Query("GET", "/v1/models", models), Query("GET", "/v1/models/{name:path}", model)),
 )
