@@ -114,14 +114,14 @@ class Dialect:
 
 def _without_system_messages_between(messages: Sequence[Json]) -> Iterator[list[Json]]:
     """Conversations whose system messages stand together at the beginning, and in the first message of the user."""
-    system = "\n\n".join(message["content"] for message in messages if message["role"] == "system")
     others = [message for message in messages if message["role"] != "system"]
-    if not system or not others:
+    if not others or len(others) == len(messages):
         return
+    system = "\n\n".join(each["content"] for each in messages if each["role"] == "system" and each["content"])
     yield [{"role": "system", "content": system}, *others]
     first = next((n for n, message in enumerate(others) if message["role"] == "user"), None)
     if first is not None:
-        others[first] = {**others[first], "content": f"{system}\n\n{others[first]['content']}"}
+        others[first] = {**others[first], "content": "\n\n".join(filter(None, (system, others[first]["content"])))}
         yield others
 
 

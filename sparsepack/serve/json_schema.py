@@ -137,5 +137,5 @@ def refused(reason: str, param: str) -> Refusal:
 
 
 def one_line(reason: str) -> str:
-    """A reason in one line of bounded length."""
-    return " ".join(reason.split())[:300]
+    """A reason in one line of bounded length, without llguidance's account of its state."""
+    return " ".join(reason.partition("<state>")[0].split())[:300]

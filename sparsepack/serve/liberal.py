@@ -92,7 +92,8 @@ def standard_form(body: Json) -> Json:
             body[name] = value
     _rewrite_functions(body)
     _rewrite_structured_outputs(body)
-    if _is_number(of := body.pop("best_of", None)) and of > (body.get("n") or 1):
+    of, n = body.pop("best_of", None), body.get("n", 1)
+    if _is_number(of) and _is_number(n) and of > n:
         raise unsupported("best_of", "not more than n: this server returns every text that it generates")
     return body
 
@@ -165,20 +166,25 @@ def _rewrite_functions(body: Json) -> None:
 def _rewrite_structured_outputs(body: Json) -> None:
     """Write what vLLM and llama.cpp have for JSON of a schema, regular expressions, choices and grammars as
     `response_format`, `regex` and `grammar`."""
-    given = body.pop("structured_outputs", None)
-    given = dict(given) if isinstance(given, dict) else {}
+    given = body.pop("structured_outputs", {})
+    if not isinstance(given, dict):
+        raise unsupported("structured_outputs", f"expected an object with one of {', '.join(STRUCTURED)}")
+    if given.get("structural_tag") is not None:
+        raise unsupported("structured_outputs", f"structural_tag is not supported; give one of {', '.join(STRUCTURED)}")
+    given = {name: value for name, value in given.items() if value is not None}
+    body |= {f"structured_outputs.{name}": given.pop(name) for name in given.keys() - set(STRUCTURED)}
     of = body.get("response_format")
-    if isinstance(of, dict) and of.get("type") in ("regex", "grammar"):
+    if isinstance(of, dict) and (kind := of.get("type")) in ("regex", "grammar"):
         del body["response_format"]
-        given[of["type"]] = next((of[name] for name in (of["type"], "pattern", "value") if name in of), None)
+        if (value := next((of[name] for name in (kind, "pattern", "value") if of.get(name)), None)) is None:
+            raise unsupported("response_format", f"{kind}: missing; it must be given")
+        given[kind] = value
     for name in STRUCTURED:
         if (value := body.pop(f"guided_{name}", None)) is not None:
             given.setdefault(name, value)
     if (schema := body.pop("json_schema", None)) is not None:
         given.setdefault("json", schema)
-    if given.get("structural_tag") is not None:
-        raise unsupported("structured_outputs", f"structural_tag is not supported; give one of {', '.join(STRUCTURED)}")
-    given = {name: value for name, value in given.items() if name in STRUCTURED and value not in (None, False)}
+    given = {name: value for name, value in given.items() if value is not False}
     if len(given) > 1:
         raise unsupported("structured_outputs", f"{' and '.join(given)}; give one of them")
     for name, value in given.items():

@@ -387,16 +387,19 @@ def generic_messages(
             ]
             message["content"] = "\n".join([text for text in (message["content"],) if text] + each)
         if message["role"] == "tool":
-            result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if written and written[-1].get("role") == "user" and written[-1]["content"].endswith("</tool_response>"):
-                written[-1]["content"] += f"\n{result}"
-                continue
-            message = {"role": "user", "content": result}
-        written.append(message)
-    if tools:
-        role = "system" if system else "user"
-        if written[0]["role"] != role:
-            written.insert(0, {"role": role, "content": ""})
-        parts = [written[0]["content"], generic_prompt(tools)]
-        written[0]["content"] = "\n\n".join(filter(None, parts if system else reversed(parts)))
-    return written
+            message = {"role": "user", "content": f"<tool_response>\n{message['content']}\n</tool_response>"}
+        last = written[-1] if written else {}
+        if message["role"] == last.get("role") == "user" and last["content"].endswith("</tool_response>"):
+            last["content"] += f"\n{message['content']}"
+        else:
+            written.append(message)
+    first = [generic_prompt(tools)] if tools else []
+    if system and first and written[0]["role"] == "system":
+        first.insert(0, written.pop(0)["content"])
+    elif not system:
+        first = [message["content"] for message in written if message["role"] == "system"] + first
+        written = [message for message in written if message["role"] != "system"]
+        if first and written and written[0]["role"] == "user":
+            first.append(written.pop(0)["content"])
+    content = "\n\n".join(filter(None, first))
+    return [{"role": "system" if system else "user", "content": content}, *written] if first else written

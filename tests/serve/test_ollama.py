@@ -80,6 +80,7 @@ def test_the_model_is_listed_and_shown(served: Served) -> None:
         ("generate", {"prompt": "a", "suffix": "b"}, 400, "suffix"),
         ("generate", {"prompt": "a", "template": "{{ .Prompt }}"}, 400, "template"),
         ("generate", {"prompt": "a", "options": {"temperature": "hot"}}, 400, "temperature"),
+        ("generate", {"prompt": "a", "options": {"n": 2}}, 400, "one answer"),
         ("embed", {"input": "a"}, 501, "no embeddings"),
     ],
     ids=str,

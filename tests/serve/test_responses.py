@@ -22,6 +22,7 @@ PARAMETERS = {
     "additionalProperties": False,
 }
 WEATHER = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
+TIME = {"type": "function", "name": "time"}
 
 
 @pytest.fixture(scope="module")
@@ -124,6 +125,10 @@ def test_the_client_with_the_most_responses_loses_its_oldest() -> None:
         ({"background": True}, "background: not supported by this server"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "expected one of message, function_call"),
         ({"input": []}, "input"),
+        (
+            {"tools": [WEATHER], "tool_choice": {"type": "allowed_tools", "mode": "required", "tools": [TIME]}},
+            "'time' is none of the tools",
+        ),
     ],
 )
 def test_what_cannot_be_done_is_refused(served: Served, change: dict[str, Any], says: str) -> None:

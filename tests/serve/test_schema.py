@@ -94,9 +94,11 @@ def test_a_field_that_is_not_known_is_ignored_and_named_once(
     monkeypatch.setattr("sparsepack.serve.liberal._named", set())
     part = {"type": "text", "text": "Hello", "cache_control": {"type": "ephemeral"}}
     for _ in range(2):
-        assert chat(foo=1, messages=[{"role": "user", "content": [part]}]).messages[0].text == "Hello"
+        body = {"foo": 1, "structured_outputs": {"bar": True}, "messages": [{"role": "user", "content": [part]}]}
+        assert chat(**body).messages[0].text == "Hello"
     (line,) = capsys.readouterr().err.splitlines()
     assert "foo" in line
+    assert "structured_outputs.bar" in line
     assert "messages.content" in line
     assert "cache_control" in line
 
@@ -230,6 +232,9 @@ def test_other_spellings_are_the_same_request(given: dict[str, Any], standard: d
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
         ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "regex"),
         ({"guided_regex": 5}, "regex"),
+        ({"structured_outputs": "json"}, "structured_outputs"),
+        ({"response_format": {"type": "regex"}}, "response_format"),
+        ({"best_of": 2, "n": "1"}, "n"),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -19,6 +20,7 @@ from serving import TEMPLATE, wait_until
 
 from sparsepack.cli import main
 from sparsepack.loading import Model, load
+from sparsepack.serve.options import ServeOptions
 
 
 class Process:
@@ -72,6 +74,11 @@ def fails(*arguments: object) -> str:
     assert result.exit_code == 2, result.output
     assert "Traceback" not in result.output
     return result.stderr.splitlines()[-1]
+
+
+def test_each_option_of_serving_is_on_the_command_line() -> None:
+    names = {parameter.name for parameter in main.commands["serve"].params}
+    assert {field.name for field in fields(ServeOptions)} <= names
 
 
 @pytest.mark.parametrize(("asked", "together"), [((), None), (("--sequences", "3"), 3)])

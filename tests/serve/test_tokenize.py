@@ -24,6 +24,7 @@ def test_a_text_is_tokenised_in_llama_cpp_s_and_in_vllm_s_form(served: Served) -
     }
     assert post(served, "/tokenize", prompt=TEXT, add_special_tokens=False)["tokens"] == ids
     assert post(served, "/tokenize", content="")["tokens"] == []
+    assert post(served, "/tokenize", content="messages")["count"] > 0
 
 
 def test_pieces_are_the_text_of_each_token(served: Served) -> None:

@@ -7,9 +7,10 @@ from typing import Any
 
 import openai
 import pytest
-from serving import MESSAGES, Served, chat
+from serving import MESSAGES, TEMPLATE, Served, chat
 
 from sparsepack.loading import Model
+from sparsepack.serve.dialect import Dialect
 from sparsepack.serve.options import ServeOptions
 
 HERMES = (
@@ -129,6 +130,12 @@ def test_a_template_without_tools_gets_them_in_a_system_message(served: Served) 
     results = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     messages = [*MESSAGES, choice.message.model_dump(exclude_none=True), results]
     assert chat(served, messages=messages, tools=[WEATHER], max_tokens=1).usage.prompt_tokens > bare + 50
+
+
+def test_an_empty_system_message_is_left_out_where_the_template_has_no_place_for_it(model: Model) -> None:
+    template = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + TEMPLATE
+    dialect = Dialect(replace(model, chat_template=template))
+    assert dialect.prompt([{"role": "system", "content": ""}, *MESSAGES], (), {}) == dialect.prompt(MESSAGES, (), {})
 
 
 def test_several_calls_are_made_where_they_may_be_parallel(with_tools: Served) -> None:

@@ -250,11 +250,12 @@ def test_a_template_without_tools_gets_them_as_text() -> None:
         {"role": "assistant", "content": "", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "c", "content": "1"},
         {"role": "tool", "tool_call_id": "d", "content": "2"},
+        {"role": "user", "content": "And?"},
     ]
     system, user, assistant, results = generic_messages(messages, [tool], system=True)
     assert (system["role"], user) == ("system", messages[0])
     assert '"name": "f", "description": "does it"' in system["content"]
     assert read(HERMES, assistant["content"]) == ("", [("f", {"a": 1})])
-    assert results["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
-    merged = generic_messages(messages, [tool], system=False)
-    assert merged[0] == {"role": "user", "content": system["content"] + "\n\nHello"}
+    assert results["content"] == "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>\nAnd?"
+    merged = generic_messages([{"role": "system", "content": "Be brief."}, *messages], [tool], system=False)
+    assert merged == [{"role": "user", "content": f"Be brief.\n\n{system['content']}\n\nHello"}, assistant, results]

@@ -40,7 +40,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
         raise UserError(f"--chat-template {error}") from error
 
 
-@command(short_help="Serve a packed model over HTTP, by OpenAI's protocol.")
+@command(short_help="Serve a packed model over HTTP, by the protocols of OpenAI, Anthropic and Ollama.")
 @click.argument("path", type=ARTIFACT)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(
@@ -59,7 +59,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
     callback=_template,
     help="A file with the template of chats, in place of the model's own.",
 )
-@options_from(ServeOptions, "--strict", "--sequences", "--queue", "--prefix-cache", "--connections")
+@options_from(ServeOptions, "--strict", "--sequences", "--queue", "--prefix-cache", "--connections", "--reasoning")
 @click.option(
     "--cors-origin",
     "cors_origins",
@@ -74,7 +74,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
 @backend_option
 @torch_threads
 def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
-    """Serve a packed model over HTTP, by the protocol of OpenAI: completions and chat completions.
+    """Serve a packed model over HTTP, by the protocols of OpenAI, Anthropic and Ollama, and as a page for browsers.
 
     Several texts are made together; others wait in a queue. What a request does not say of how tokens are chosen is as
     the model's makers suggest in its generation_config.json, and else as at OpenAI. Ctrl-C or SIGTERM end it.

@@ -18,7 +18,7 @@ from sparsepack.serve.protocols.parts import (
     append_message,
     joined,
 )
-from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
+from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query, check_one_answer
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, Count, read_request
 
@@ -206,7 +206,9 @@ class MessagesBody(Conversation):
 
     def for_chat(self) -> Json:
         format = self.output_format or (self.output_config and self.output_config.format)
-        chat = {**super().for_chat(), "max_tokens": self.max_tokens, "stop": self.stop_sequences}
+        chat = {**super().for_chat(), "max_tokens": self.max_tokens}
+        if self.stop_sequences is not None:
+            chat["stop"] = self.stop_sequences
         if self.output_config is not None and self.output_config.effort is not None:
             chat["reasoning_effort"] = self.output_config.effort
         if format:
@@ -226,8 +228,7 @@ def read_messages(body: bytes, service: "Service", kind: type[Conversation] = Me
     """Read a body as a chat. Raises `Refusal`."""
     strict = service.options.strict
     chat = read_request(kind, body, strict, expected={}).for_chat()
-    if chat.get("n") not in (None, 1):
-        raise Refusal(400, "n: this protocol has one answer; leave it out", "n", "unsupported_value")
+    check_one_answer(chat)
     return read_request(MessagesRequest, json.dumps(chat).encode(), strict)
 
 

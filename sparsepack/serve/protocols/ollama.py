@@ -13,7 +13,7 @@ from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, j
 from sparsepack.serve.liberal import unsupported
 from sparsepack.serve.messages import Part
 from sparsepack.serve.protocols.openai import chat_logprobs
-from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
+from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query, check_one_answer
 from sparsepack.serve.protocols.tokens import refuse_embeddings
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
@@ -159,6 +159,7 @@ def read_generate(body: bytes, service: "Service") -> TextParameters:
 
 
 def _request(kind: type[TextParameters], body: Json, service: "Service") -> TextParameters:
+    check_one_answer(body)
     return read_request(kind, json.dumps(body).encode(), service.options.strict)
 
 

@@ -1,6 +1,6 @@
 """What a protocol of clients is to the server: its endpoints, its other routes, its form of errors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +40,12 @@ class Query:
     method: str
     path: str
     answer: Callable[..., Any]
+
+
+def check_one_answer(body: Mapping[str, Any]) -> None:
+    """Raise `Refusal` 400 for a chat or completion of several answers, in a protocol that has one."""
+    if body.get("n") not in (None, 1):
+        raise Refusal(400, "n: this protocol has one answer; leave it out", "n", "unsupported_value")
 
 
 @dataclass(frozen=True)

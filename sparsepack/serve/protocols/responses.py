@@ -135,7 +135,7 @@ class AllowedTools(Part):
 
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: list[FunctionChoice]
+    tools: Annotated[list[FunctionChoice], Field(min_length=1)]
 
 
 class TextFormat(Part):
@@ -193,6 +193,15 @@ class ResponsesBody(BaseModel):
             return body
         check_neutral(body, NEUTRAL)
         return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
+
+    @model_validator(mode="after")
+    def _allowed_tools_are_there(self) -> "ResponsesBody":
+        if self.tools and isinstance(self.tool_choice, AllowedTools):
+            names = {tool.name for tool in self.tools}
+            for tool in self.tool_choice.tools:
+                if tool.name not in names:
+                    raise unsupported("tool_choice", f"{tool.name!r} is none of the tools")
+        return self
 
     def for_chat(self, conversation: Sequence[Json]) -> Json:
         """Return the body of `ChatRequest` for it, which has this conversation."""

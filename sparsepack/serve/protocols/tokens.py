@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 from sparsepack.models.tokenizer.sandbox import SandboxError
 from sparsepack.serve.answer import Json
@@ -44,6 +44,12 @@ class TokenizeBody(Part):
         return self
 
 
+class TokenizeForm(BaseModel):
+    """What tells a conversation from a text."""
+
+    messages: Any = None
+
+
 class DetokenizeBody(Part):
     """The body of POST /detokenize."""
 
@@ -53,7 +59,7 @@ class DetokenizeBody(Part):
 
 def tokenize(body: bytes, service: "Service") -> Json:
     """Return the tokens of a text, or of a conversation (vLLM: `messages`). Raises `Refusal`."""
-    if b'"messages"' in body:
+    if read_request(TokenizeForm, body).messages is not None:
         ids = service.preparer.chat_tokens(read_request(ChatRequest, body, service.options.strict))
         return _tokens(ids, service)
     given = read_request(TokenizeBody, body, service.options.strict)
