@@ -25,15 +25,15 @@ class SiteError(UserError):
 
 
 class PruningError(UserError):
-    """A model that cannot be pruned as asked."""
+    """A model that cannot be pruned."""
 
 
 class RotationError(UserError):
-    """A model that cannot be rotated as asked."""
+    """A model that cannot be rotated."""
 
 
 class DistillationError(UserError):
-    """A model that cannot be distilled as asked."""
+    """A model that cannot be distilled."""
 
 
 class SingularError(UserError):
@@ -49,11 +49,11 @@ class PlacementError(UserError):
 
 
 class ArtifactError(UserError):
-    """A packed file that is damaged, unknown, or cannot do what was asked of it."""
+    """A packed file that is damaged, unknown, or lacks what a command needs."""
 
 
 class PackingError(UserError):
-    """A model that cannot be packed as asked."""
+    """A model that cannot be packed."""
 
 
 class OutputError(UserError):

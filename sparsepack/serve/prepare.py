@@ -9,7 +9,7 @@ from sparsepack.loading import Model
 from sparsepack.models.tokenizer.tokens import TokenBytes
 from sparsepack.runtime.generation.generate import apply_suggestions, prompt_tokens
 from sparsepack.runtime.generation.sampling import Constraint
-from sparsepack.runtime.options import GenerateOptions
+from sparsepack.runtime.options import GenerateOptions, generate_options
 from sparsepack.serve.dialect import Dialect
 from sparsepack.serve.grammar import Grammars
 from sparsepack.serve.guards import MAX_BODY_BYTES
@@ -95,7 +95,7 @@ class Prompts:
 
 SAMPLING_PARAMETERS = (
     *("temperature", "top_k", "top_p", "min_p", "seed", "repeat_penalty", "repeat_last_n"),
-    *("frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos"),
+    *("frequency_penalty", "presence_penalty", "min_tokens", "ignore_eos", "logit_bias"),
 )
 """These parameters of requests are fields of `GenerateOptions`."""
 
@@ -206,7 +206,7 @@ class RequestPreparer:
             limit = min(limit, max(self._prompts.context - len(ids), 1))
         tokens = self._prompts.checked_tokens(len(ids), limit)
         marks = self._dialect.preserved_tokens(bool(request.callable_tools)) if isinstance(request, ChatRequest) else ()
-        options = generate_options(request, tokens, self._suggested)
+        options = sampling_options(request, tokens, self._suggested)
         options = replace(options, constraint=constraint, preserved_tokens=marks)
         named = {"logit_bias": [id for id, _ in options.logit_bias], "stop_token_ids": options.stop_token_ids}
         for name, given in named.items():
@@ -243,22 +243,14 @@ class RequestPreparer:
         return self._grammars.of_optional_calls(form, *calls, several=request.parallel_tool_calls is not False)
 
 
-def generate_options(request: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:
+def sampling_options(request: TextParameters, tokens: int, suggested: Mapping[str, float]) -> GenerateOptions:
     """How tokens are chosen: as the request says, else as the model's makers suggest, else as at OpenAI; and by a new
     seed for each text unless one is given.
 
     suggested -- `PackedModel.generation`
     """
-    given = {name: value for name in SAMPLING_PARAMETERS if (value := getattr(request, name)) is not None}
-    options, _ = apply_suggestions(
-        GenerateOptions(
-            **{"seed": secrets.randbits(63), **given},
-            tokens=tokens,
-            stop=request.stop_strings,
-            stop_token_ids=tuple(request.stop_token_ids or ()),
-            logit_bias=tuple((int(id), bias) for id, bias in (request.logit_bias or {}).items()),
-            logprobs=request.logprobs_count,
-        ),
-        suggested,
-    )
+    given = {name: getattr(request, name) for name in SAMPLING_PARAMETERS}
+    stops = {"stop": request.stop_strings, "stop_token_ids": tuple(request.stop_token_ids or ())}
+    options = GenerateOptions(tokens, seed=secrets.randbits(63), logprobs=request.logprobs_count)
+    options, _ = apply_suggestions(generate_options(options, {**given, **stops}), suggested)
     return replace(options, temperature=1.0) if options.temperature is None else options
