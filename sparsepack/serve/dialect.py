@@ -55,9 +55,15 @@ class Dialect:
             prompt = f"{prompt.rstrip()}\n\n{format.end}\n\n"
         return prompt
 
-    def reasoning(self, prompt: str) -> Reasoning | None:
-        """What of the answer to a prompt may be reasoning; None: the template has no form of it."""
-        return None if self._reasoning is None else Reasoning.of_prompt(self._reasoning, prompt)
+    def reasoning(self, prompt: str, variables: Json) -> Reasoning | None:
+        """What of the answer to a prompt may be reasoning; None: the template has no form of it.
+
+        variables -- as in `prompt`
+        """
+        if self._reasoning is None:
+            return None
+        off = variables.get("enable_thinking", self._mode != "off") is False
+        return Reasoning(self._reasoning, None) if off else Reasoning.of_prompt(self._reasoning, prompt)
 
     def parser(self, functions: Functions, most: int | None, reasoning: Reasoning | None) -> Callable[[], AnswerParser]:
         """What makes the parser of an answer; `most` as in `ToolCallParser`."""

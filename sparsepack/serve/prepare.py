@@ -143,7 +143,7 @@ class RequestPreparer:
             return PreparedRequest(request, tuple(sequences))
         assert isinstance(request, ChatRequest)
         prompt = self.chat_text(request)
-        reasoning = self._dialect.reasoning(prompt)
+        reasoning = self._dialect.reasoning(prompt, request.template_variables)
         constraint = self._chat_constraint(request, reasoning)
         functions = {tool.function.name: tool.function.parameters for tool in request.callable_tools}
         most = 1 if request.parallel_tool_calls is False else None

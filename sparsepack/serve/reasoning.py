@@ -60,7 +60,7 @@ def reasoning_format(template: str) -> ReasoningFormat | None:
 class Reasoning:
     """What of an answer may be reasoning.
 
-    open -- the prompt ends within the reasoning; None: behind it, and none may come
+    open -- the prompt ends within the reasoning; None: behind it or it is switched off, and none may come
     """
 
     format: ReasoningFormat

@@ -12,6 +12,7 @@ from serving import MESSAGES, TEMPLATE, Served, chat
 from sparsepack.loading import Model
 from sparsepack.serve.dialect import Dialect
 from sparsepack.serve.options import ServeOptions
+from sparsepack.serve.reasoning import THINK, Reasoning
 
 HERMES = (
     "{% if tools %}{% for t in tools %}{{ t.function.name }} {% endfor %}In <tool_call></tool_call>.\n{% endif %}"
@@ -180,6 +181,13 @@ def test_json_comes_behind_the_reasoning(reasoning: Served) -> None:
     written = chat(reasoning, max_tokens=100, reasoning_effort="none", **asked).choices[0].message
     assert set(json.loads(written.content)) == {"a"}
     assert chat(reasoning, max_tokens=5, temperature=0, **asked).choices[0].message.reasoning_content
+
+
+def test_no_reasoning_comes_before_json_where_it_is_switched_off(model: Model) -> None:
+    dialect = Dialect(replace(model, chat_template=TEMPLATE + "{% if enable_thinking %}<think>{% endif %}"))
+    prompt = dialect.prompt(MESSAGES, (), {"enable_thinking": False})
+    assert dialect.reasoning(prompt, {}) == Reasoning(THINK, open=False)
+    assert dialect.reasoning(prompt, {"enable_thinking": False}) == Reasoning(THINK, open=None)
 
 
 def test_the_text_has_the_reasoning_where_the_server_leaves_it_there(model: Model) -> None:
