@@ -4,7 +4,7 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
 from sparsepack.serve.answer import Choice, Json, Usage, server_sent
 from sparsepack.serve.liberal import unsupported
@@ -16,6 +16,7 @@ from sparsepack.serve.protocols.parts import (
     TextPart,
     TextParts,
     append_message,
+    by_type,
     joined,
 )
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query, check_one_answer
@@ -59,26 +60,13 @@ class ToolResultBlock(Part):
 BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use", "tool_result")
 
 
-def _type_of_block(block: Any) -> str | None:
-    kind = block.get("type") if isinstance(block, dict) else None
-    return kind if isinstance(kind, str) else None
-
-
 Block = Annotated[
     Annotated[TextPart, Tag("text")]
     | Annotated[ThinkingBlock, Tag("thinking")]
     | Annotated[RedactedThinkingBlock, Tag("redacted_thinking")]
     | Annotated[ToolUseBlock, Tag("tool_use")]
     | Annotated[ToolResultBlock, Tag("tool_result")],
-    Discriminator(
-        _type_of_block,
-        custom_error_type="unsupported",
-        custom_error_message="{name}: {reason}",
-        custom_error_context={
-            "name": "type",
-            "reason": f"expected one of {', '.join(BLOCKS)}; this server reads no images and no files",
-        },
-    ),
+    by_type(BLOCKS, "; this server reads no images and no files"),
 ]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, model_validator
+from pydantic import BeforeValidator, Discriminator, model_validator
 
 from sparsepack.serve import messages
 from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, json_bytes
@@ -31,6 +31,18 @@ class Part(messages.Part):
             return part
         known = cls.model_fields
         return {name: value for name, value in part.items() if name in known or not (value is None or name in IGNORED)}
+
+
+def by_type(types: Sequence[str], remedy: str = "", default: str | None = None) -> Discriminator:
+    """Return what chooses a part's class by its `type`, which is `default` where there is none."""
+
+    def type_of(part: Any) -> str | None:
+        kind = (part.get("type") or default) if isinstance(part, dict) else None
+        return kind if isinstance(kind, str) else None
+
+    context: Json = {"name": "type", "reason": f"expected one of {', '.join(types)}{remedy}"}
+    message = "{name}: {reason}"
+    return Discriminator(type_of, "unsupported", custom_error_message=message, custom_error_context=context)
 
 
 def _as_parts(content: Any) -> Any:

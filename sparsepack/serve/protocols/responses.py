@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
 from pydantic_core import from_json
 
 from sparsepack.serve.answer import Answer, Choice, Json, Usage, server_sent
@@ -18,6 +18,7 @@ from sparsepack.serve.protocols.parts import (
     TextPart,
     TextParts,
     append_message,
+    by_type,
     joined,
 )
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
@@ -84,22 +85,12 @@ class ReasoningItem(Part):
 ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
-def _type_of_item(item: Any) -> str | None:
-    kind = item.get("type") or "message" if isinstance(item, dict) else None
-    return kind if isinstance(kind, str) else None
-
-
 Item = Annotated[
     Annotated[MessageItem, Tag("message")]
     | Annotated[FunctionCallItem, Tag("function_call")]
     | Annotated[FunctionCallOutputItem, Tag("function_call_output")]
     | Annotated[ReasoningItem, Tag("reasoning")],
-    Discriminator(
-        _type_of_item,
-        custom_error_type="unsupported",
-        custom_error_message="{name}: {reason}",
-        custom_error_context={"name": "type", "reason": f"expected one of {', '.join(ITEMS)}"},
-    ),
+    by_type(ITEMS, default="message"),
 ]
 
 
@@ -195,7 +186,7 @@ class ResponsesBody(BaseModel):
         return {name: value for name, value in body.items() if name not in NEUTRAL and name not in IGNORED}
 
     @model_validator(mode="after")
-    def _allowed_tools_are_there(self) -> "ResponsesBody":
+    def _check_allowed_tools(self) -> "ResponsesBody":
         if self.tools and isinstance(self.tool_choice, AllowedTools):
             names = {tool.name for tool in self.tools}
             for tool in self.tool_choice.tools:
