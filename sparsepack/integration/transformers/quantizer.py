@@ -240,12 +240,12 @@ class Sparse24Quantizer(HfQuantizer):  # type: ignore[misc]
     def _process_model_after_weight_loading(self, model: Any, **settings: Any) -> None:
         """Attaches what the folder says of sparse attention, or says on stderr why the model runs dense."""
         linears = [module for module in model.modules() if isinstance(module, Sparse24Linear)]
-        if linears and linears[0].weight.device.type == "cpu":
+        if linears and (device := linears[0].weight.device.type) in ("cpu", "mps"):
             dtype = dense_type(model.dtype)
             taken = sum(of.in_features * of.out_features for of in linears) * dtype.itemsize
             say(
-                f"{model.name_or_path}: on a CPU its {len(linears)} slid Linears are multiplied with their zeros, in "
-                f"{str(dtype).removeprefix('torch.')}: {taken / 1e9:.2f} GB more from the first product on"
+                f"{model.name_or_path}: on {device} its {len(linears)} slid Linears are multiplied with their zeros, "
+                f"in {str(dtype).removeprefix('torch.')}: {taken / 1e9:.2f} GB more from the first product on"
             )
         found, self._manifest = self._manifest, None
         if found is None:  # saved by transformers, which keeps the tensors alone
