@@ -157,7 +157,9 @@ _REWRITTEN: Mapping[str, Callable[[Any], Any]] = MappingProxyType(
 def _rewrite_functions(body: Json) -> None:
     """Write `functions` and `function_call` of OpenAI's protocol of 2023 as tools."""
     functions, choice = body.pop("functions", None), _tool_choice(body.pop("function_call", None))
-    if isinstance(functions, list) and functions:
+    if functions and not isinstance(functions, list):
+        raise unsupported("functions", "expected a list of functions")
+    if functions:
         body.setdefault("tools", [{"type": "function", "function": function} for function in functions])
         if choice is not None:
             body.setdefault("tool_choice", choice)

@@ -235,6 +235,7 @@ def test_other_spellings_are_the_same_request(given: dict[str, Any], standard: d
         ({"structured_outputs": "json"}, "structured_outputs"),
         ({"response_format": {"type": "regex"}}, "response_format"),
         ({"best_of": 2, "n": "1"}, "n"),
+        ({"functions": {"name": "f"}}, "functions"),
     ],
     ids=str,
 )
