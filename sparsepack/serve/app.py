@@ -19,6 +19,7 @@ from sparsepack.serve.answer import Answer
 from sparsepack.serve.connections import Connections, max_connections
 from sparsepack.serve.delivery import Delivery, queue_full
 from sparsepack.serve.guards import (
+    CURRENT_KEY,
     LOOPBACK,
     MAX_JSON_VALUES,
     SMALL_BODY,
@@ -100,7 +101,7 @@ class Service:
         async with self._beginning:  # of many that come together one after the other, and others between them
             await asyncio.sleep(0)
         prepared = await self._read(request, partial(self._prepare, endpoint))
-        key = str(getattr(request.state, "key", ""))
+        key = CURRENT_KEY.get()
         client = f"{key} {request.client.host if request.client else ''}"
         answer = Answer(
             prepared.request,

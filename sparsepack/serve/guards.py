@@ -5,6 +5,7 @@ import hmac
 import re
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect, Request
@@ -31,6 +32,9 @@ SMALL_BODY = 2**16
 MAX_LARGE_BODY_BYTES = 2**26
 """The large bodies that arrive or are read at a time have at most this many bytes together."""
 
+CURRENT_KEY: ContextVar[str] = ContextVar("CURRENT_KEY", default="")
+"""The number of the key that the request which is served now came with; empty where the server has no keys."""
+
 _HOST = re.compile(r"(?:\[([^\[\]]*)\]|([^:@\[\]]*))(?::[0-9]*)?")
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -39,7 +43,7 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 class Guard:
     """Middleware that lets nobody pass without the key, or by a name that is not the server's.
 
-    keys  -- of which requests must carry one; none: they need no key. `scope["state"]["key"]` has its number
+    keys  -- of which requests must carry one; none: they need no key. `CURRENT_KEY` has its number
     hosts -- names that the Host header may have; None: any. A web page can have its own name lead to 127.0.0.1; its
              requests then carry that name.
     refuse -- the answer to a path that refuses
@@ -73,7 +77,7 @@ class Guard:
         sent = (key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))  # Anthropic's clients
         found = [n for n, key in enumerate(self._keys) if any(hmac.compare_digest(one.encode(), key) for one in sent)]
         if found:
-            scope.setdefault("state", {})["key"] = found[0]
+            CURRENT_KEY.set(str(found[0]))
             return None
         wrong = "the key in it is none of this server's" if given else "there is none"
         return Refusal(401, f"expected the header Authorization: Bearer KEY; {wrong}", code="invalid_api_key")

@@ -79,6 +79,16 @@ def test_a_prefix_is_shared_by_requests_with_the_same_key_and_salt_alone(locked:
     assert cached(locked, "other secret") == 64
 
 
+def test_a_stored_response_is_found_with_its_own_key_alone(locked: Served) -> None:
+    with locked.http() as http:
+        mine, other = ({"Authorization": f"Bearer {key}"} for key in ("secret", "other secret"))
+        body = {"model": "tiny", "input": "x", "max_output_tokens": 1}
+        id = http.post("/v1/responses", json=body, headers=mine).json()["id"]
+        assert http.get(f"/v1/responses/{id}", headers=other).status_code == 404
+        assert http.post("/v1/responses", json={**body, "previous_response_id": id}, headers=other).status_code == 404
+        assert http.get(f"/v1/responses/{id}", headers=mine).status_code == 200
+
+
 def test_without_a_prefix_cache_nothing_is_shared_but_within_a_request(model: Model) -> None:
     with Served(model, ServeOptions(prefix_cache="off")) as running:
         assert [cached(running, "none"), cached(running, "none")] == [0, 0]

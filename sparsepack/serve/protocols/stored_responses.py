@@ -6,6 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from sparsepack.serve.answer import Json, json_bytes
+from sparsepack.serve.guards import CURRENT_KEY
 from sparsepack.serve.refusals import Refusal
 
 MAX_RESPONSES = 1000
@@ -15,6 +16,7 @@ MAX_STORED_BYTES = 2**26
 
 @dataclass(frozen=True)
 class _Stored:
+    key: str
     client: str
     response: bytes
     conversation: bytes
@@ -25,8 +27,8 @@ class _Stored:
 
 
 class StoredResponses:
-    """The last responses, by their random ids. Where there is no room for one more, the client that takes most of it
-    loses its oldest. For several threads."""
+    """The last responses, by their random ids; each for requests with the key that it was generated for. Where there is
+    no room for one more, the client that takes most of it loses its oldest. For several threads."""
 
     def __init__(self, most: int = MAX_RESPONSES, most_bytes: int = MAX_STORED_BYTES) -> None:
         self._most, self._most_bytes = most, most_bytes
@@ -36,7 +38,9 @@ class StoredResponses:
     def put(self, client: str, response: Json, conversation: list[Json]) -> None:
         """Keep a response, and the messages of the conversation up to its own."""
         with self._lock:
-            self._stored[response["id"]] = _Stored(client, json_bytes(response), json_bytes(conversation))
+            self._stored[response["id"]] = _Stored(
+                CURRENT_KEY.get(), client, json_bytes(response), json_bytes(conversation)
+            )
             while len(self._stored) > self._most or self._bytes() > self._most_bytes:
                 self._drop_one()
 
@@ -58,7 +62,7 @@ class StoredResponses:
 
     def _find(self, id: str, param: str) -> _Stored:
         with self._lock:
-            if (stored := self._stored.get(id)) is None:
+            if (stored := self._stored.get(id)) is None or stored.key != CURRENT_KEY.get():
                 why = "it was deleted, not stored, or gave way to newer ones; send the conversation as input"
                 raise Refusal(404, f"response {id[:100]!r}: not found: {why}", param, "response_not_found")
             return stored
