@@ -121,7 +121,7 @@ def test_a_card_too_small_for_the_model_need_not_hold_it(
     (tmp_path / "packed").mkdir()
     file = tiny_by_neurons(tmp_path / "packed")
     monkeypatch.setattr(stages, "artifact_of", lambda job: file)
-    monkeypatch.setattr(stages, "perplexity_texts", lambda recipe: ())
+    monkeypatch.setattr(stages, "bench_texts", lambda recipe: ())
     placed = {"eval": {**PLACED["eval"], "cached": None, **key}, "bench": {"generate": 4, **key}}
     recipe = load_recipe(write_recipe(tmp_path, **{**sections, "device": "cuda", **placed}))
     job: Any = SimpleNamespace(recipe=recipe, folder=tmp_path, model="m")
