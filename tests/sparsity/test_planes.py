@@ -145,7 +145,7 @@ def test_a_table_is_read_as_it_was_written(small, small_calibration, tmp_path) -
     assert "calibration text: 50.0 % of the bits of all block weights" in thresholds_table(table.summary())
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_moe"])
+@pytest.mark.parametrize("family", ["qwen2", pytest.param("qwen2_moe", marks=pytest.mark.long)])
 def test_a_table_that_was_found_by_itself_makes_the_same_weights(family, text, tmp_path) -> None:
     """Costs of rows are in it, and thresholds of each expert."""
     model, calibration, table = str(make_model(tmp_path / "m", family)), tmp_path / "c", tmp_path / "t.json"
