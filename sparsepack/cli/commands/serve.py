@@ -40,7 +40,7 @@ def _template(context: click.Context, parameter: click.Parameter, path: Path | N
         raise UserError(f"--chat-template {error}") from error
 
 
-@command(short_help="Serve a packed model over HTTP, by the protocols of OpenAI, Anthropic and Ollama.")
+@command(short_help="Serve a packed model by OpenAI's, Anthropic's and Ollama's APIs.")
 @click.argument("path", type=ARTIFACT)
 @options_from(ServeOptions, "--host", "--port")
 @click.option(
