@@ -25,7 +25,7 @@ PREFILLED_AT_ONCE = 512
 """So many positions of prompts a turn reads at most while no text is in the making; decoders take so many together."""
 
 SCORED_AT_ONCE = 128
-"""So many it reads at most of a prompt whose likelihoods are asked for: each position then has all its logits."""
+"""So many it reads at most of a prompt that is scored: each position then has all its logits."""
 
 PREFILLED_BETWEEN_TOKENS = 64
 """So many it reads at most where texts wait for their next token: a prompt is then read little slower than at once, and
@@ -36,7 +36,7 @@ KEPT_IN_STEPS_OF = 32
 prefill had begun at the beginning, so that the bits are the same: with the AVX2 kernels, where that was tried."""
 
 COUNT_EVERY = 1.0
-"""Seconds after which the engine is asked again what the steps of a text skipped. A GPU is waited for then, which takes
+"""Seconds between two readings of what the steps of a text skipped. A GPU is waited for then, which takes
 it microseconds."""
 
 _REASONS = {"eos": "stop", "stop": "stop", "tokens": "length", "context": "length"}

@@ -15,6 +15,7 @@ from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.models.tokenizer.sandbox import SANDBOX, SandboxError, decoding_json
 from sparsepack.models.tokenizer.tokenizer import check_tokenizer
+from sparsepack.progress import say
 from sparsepack.serve.json_schema import check_schema, closed, one_line, refused
 from sparsepack.serve.reasoning import Reasoning
 from sparsepack.serve.refusals import Refusal
@@ -202,7 +203,8 @@ class Grammars:
             return None
         try:
             make = self.of_calls(format, functions, param, None, several)
-        except Refusal:  # what no grammar keeps to is read as the model writes it
+        except Refusal as refusal:
+            say(f"note: {refusal.message}; until then calls are read as the model writes them, without a grammar")
             return None
         vocabulary = self._model.engine.architecture.vocabulary
         return lambda: LazyConstraint(make, format.starts, reasoning, self._tokenizer, vocabulary)

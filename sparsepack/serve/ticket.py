@@ -24,7 +24,7 @@ class GenerationRequest:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the likelihoods of the prompt's tokens are asked for."""
+        """Whether the request wants likelihoods of the prompt's tokens."""
         return self.echo is not None and self.options.logprobs is not None
 
 

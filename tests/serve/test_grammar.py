@@ -277,3 +277,11 @@ def test_a_panic_of_llguidance_is_the_request_s_error() -> None:
         constraint.allowed()
     with pytest.raises(UserError, match="index out of bounds"):
         constraint.take(1)
+
+
+def test_calls_that_no_grammar_keeps_to_are_free_and_the_log_has_the_reason(
+    grammars: Grammars, capsys: pytest.CaptureFixture[str]
+) -> None:
+    schema = {"type": "object", "properties": {"a": {"multipleOf": 999_983}}}
+    assert grammars.of_optional_calls(HERMES, [("f", schema)], "tools") is None
+    assert "without a grammar" in capsys.readouterr().err
