@@ -179,14 +179,15 @@ build/mps/tiny.gguf: | build
 	$(BIN)/sparsepack pack shipped:tiny -o $@ --overwrite
 
 # The CPU kernels as Apple's clang would compile them, but for its headers, which zig brings: the flags are those of
-# runtime/cpu/native/CMakeLists.txt. What binds them to Python needs Python's headers for macOS, and is left out.
-CPU_SOURCES := $(filter-out %/avx2.cpp %/avxvnni.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp" -not -path "*/bind/*"))
+# runtime/cpu/native/CMakeLists.txt. What binds them to Python takes this machine's headers of Python, which differ in no type.
+CPU_SOURCES := $(filter-out %/avx2.cpp %/avxvnni.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp"))
+PYTHON_HEADERS = $(shell $(BIN)/python -c "import nanobind, sysconfig; print('-isystem', nanobind.include_dir(), '-isystem', sysconfig.get_path('include'))")
 check-macos: $(VENV)/.installed-test
 	@mkdir -p build/macos
-	@set -e; for file in $(CPU_SOURCES); do \
+	@set -e; headers="$(PYTHON_HEADERS)"; for file in $(CPU_SOURCES); do \
 		$(BIN)/python -m ziglang c++ -target aarch64-macos -std=c++17 -O3 -Wall -Wextra -Werror -Wno-psabi \
 			-fno-math-errno -fno-trapping-math -ffp-contract=fast -DSPARSEPACK_NEON \
-			-Isparsepack/runtime/cpu/native -c $$file -o build/macos/$$(echo $$file | tr / -).o; \
+			-Isparsepack/runtime/cpu/native $$headers -c $$file -o build/macos/$$(echo $$file | tr / -).o; \
 	done; echo "compiled for aarch64-macos: $(words $(CPU_SOURCES)) files; none was run"
 
 # They as clang compiles them for Windows, with the headers of mingw, which zig brings; where there is Wine, `check_kernels`
@@ -206,7 +207,7 @@ EDITABLE := --no-build-isolation --config-settings=build-dir=build/{wheel_tag} -
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP_INSTALL) torch cmake nanobind ninja scikit-build-core
-	$(REQUIRE_KERNELS) $(PIP_INSTALL) $(EDITABLE) .
+	$(REQUIRE_KERNELS) $(PIP_INSTALL) $(EDITABLE) '.[serve]'
 	$(BIN)/sparsepack --version
 	touch $@ $(VENV)/.built
 

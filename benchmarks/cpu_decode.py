@@ -18,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import torch
 
 from benchmarks.shared import machine
 from benchmarks.shared.checkpoints import DEFAULT_WORK, Synthetic, synthetic
+from benchmarks.shared.ik_llama_cpp import IkLlamaCpp
 from benchmarks.shared.llama_cpp import LlamaCpp, bytes_per_token, check_logits, expect_runs
 from benchmarks.shared.shapes import BILLION, TINY, random_ids
 from benchmarks.shared.timing import check_close, json_option, median_ratio, of_bound, relative_error, write_figures
@@ -67,6 +69,7 @@ class Plan:
 
 
 QUICK = Plan(rounds=3, prefill_rounds=1, loads=1)
+PROMPTS = Plan(rounds=0, prefill_rounds=7, loads=0)
 
 
 @dataclass(frozen=True)
@@ -119,7 +122,7 @@ class Checks:
             ]
         return logits.clone(), activity
 
-    def peer(self, peer: LlamaCpp) -> float:
+    def peer(self, peer: LlamaCpp | IkLlamaCpp) -> float:
         """llama.cpp's relative error."""
         return check_logits(peer, self.ids[:CHECKED_PROMPT], self.ids[CHECKED_PROMPT:], self._peer)
 
@@ -184,12 +187,12 @@ def decode_peer(peer: LlamaCpp, prompt: list[int], count: int) -> float:
     return count / (time.perf_counter() - start)
 
 
-def prefill_speed(reset: Callable[[], None], run: Callable[[list[int]], Any], ids: list[int]) -> float:
-    """Return the tokens a second of a prompt."""
+def prefill_speeds(reset: Callable[[], None], run: Callable[[list[int]], Any], ids: list[int]) -> tuple[float, float]:
+    """Return the tokens of a prompt a second, and a second of all threads: beside other programs these vary less."""
     reset()
-    start = time.perf_counter()
+    start, used = time.perf_counter(), time.process_time()
     run(ids)
-    return len(ids) / (time.perf_counter() - start)
+    return len(ids) / (time.perf_counter() - start), len(ids) / (time.process_time() - used)
 
 
 @dataclass
@@ -198,31 +201,42 @@ class Measured:
 
     decode: dict[str, list[float]] = field(default_factory=dict)
     prefill: dict[str, list[float]] = field(default_factory=dict)
+    prefill_of_processor: dict[str, list[float]] = field(default_factory=dict)
     activity: dict[str, engine_bench.Activity] = field(default_factory=dict)
     errors: dict[str, float] = field(default_factory=dict)
     bandwidth: list[float] = field(default_factory=list)
 
 
-def measure(model: Synthetic, checks: Checks, peer: LlamaCpp, threads: int, plan: Plan) -> Measured:
-    """Check, then time, everything at one number of threads."""
+def measure(
+    model: Synthetic, checks: Checks, peer: LlamaCpp, others: Mapping[str, IkLlamaCpp], threads: int, plan: Plan
+) -> Measured:
+    """Check, then time, everything at one number of threads; `others` read the prompt alone."""
     engines = {str(s): open_engine(model, s, threads) for s in model.thresholds}
     engines["dense"] = engines[str(min(model.thresholds))]
     peer.threads(threads)
+    for other in others.values():
+        other.threads(threads)
     result = Measured(errors={PEER: checks.peer(peer)})
     result.errors |= {name: checks.engine(engines[name], name) for name in NAMES}
+    result.errors |= {name: checks.peer(other) for name, other in others.items()}
     ids = random_ids(engines["dense"].architecture.vocabulary, max(plan.prompt, plan.prefill), seed=3)
     prompt, long = ids[: plan.prompt], ids[: plan.prefill]
-    for number in range(plan.rounds):
+    dense = engines["dense"]
+    runs: dict[str, tuple[Callable[[], None], Callable[[list[int]], Any]]] = {PEER: (peer.reset, peer.decode)}
+    runs |= {name: (other.reset, other.decode) for name, other in others.items()}
+    runs["dense"] = (dense.reset, dense.prefill)
+    for _ in range(plan.prefill_rounds):
+        for name, (reset, run) in runs.items():
+            speed, of_processor = prefill_speeds(reset, run, long)
+            result.prefill.setdefault(name, []).append(speed)
+            result.prefill_of_processor.setdefault(name, []).append(of_processor)
+    for _ in range(plan.rounds):
         result.decode.setdefault(PEER, []).append(decode_peer(peer, prompt, plan.generated))
         for name in NAMES:
             speed = decode_ours(engines[name], name == "dense", prompt, plan.generated)
             result.decode.setdefault(name, []).append(speed)
             result.activity[name] = engines[name].activity()
         result.bandwidth.append(machine.cpu_read_bandwidth(threads))
-        if number < plan.prefill_rounds:
-            dense = engines["dense"]
-            for name, reset, run in ((PEER, peer.reset, peer.decode), ("dense", dense.reset, dense.prefill)):
-                result.prefill.setdefault(name, []).append(prefill_speed(reset, run, long))
     return result
 
 
@@ -337,6 +351,7 @@ def load_rows(model: Synthetic, threads: int, times: int) -> list[list[str]]:
 @click.command()
 @click.option("--work", type=click.Path(path_type=Path), default=DEFAULT_WORK, show_default=True)
 @click.option("--quick", is_flag=True, help="Few rounds.")
+@click.option("--prompts", is_flag=True, help="Prefill alone.")
 @click.option("--tiny", is_flag=True, help="A tiny model, to try the benchmark; its figures mean nothing.")
 @click.option("--threads", "threads", multiple=True, type=int, default=(2, 1), show_default=True)
 @click.option("--load", "loaded", type=(click.Path(path_type=Path), str), hidden=True)
@@ -345,6 +360,7 @@ def load_rows(model: Synthetic, threads: int, times: int) -> list[list[str]]:
 def main(
     work: Path,
     quick: bool,
+    prompts: bool,
     tiny: bool,
     threads: tuple[int, ...],
     loaded: tuple[Path, str] | None,
@@ -355,13 +371,14 @@ def main(
     if loaded:
         click.echo(json.dumps(load_once(*loaded, threads[0], cold)))
         return
-    setting, plan = machine.setting(), QUICK if quick else Plan()
+    setting, plan = machine.setting(), QUICK if quick else PROMPTS if prompts else Plan()
     model = synthetic(work, TINY if tiny else BILLION)
     expect_runs(model.plain)  # processes that load it would crash
-    loads = load_rows(model, max(threads), plan.loads)
+    loads = [] if prompts else load_rows(model, max(threads), plan.loads)
     checks = Checks(model, model.packed().architecture.vocabulary)
     peer = LlamaCpp(model.plain, CONTEXT, plan.prefill)
-    results = {count: measure(model, checks, peer, count, plan) for count in threads}
+    others = {"ik_llama.cpp Q4_K": IkLlamaCpp(model.plain, CONTEXT, plan.prefill)} if find_spec("ik_llama_cpp") else {}
+    results = {count: measure(model, checks, peer, others, count, plan) for count in threads}
     click.echo(machine.setting_line(setting))
     title = f"Decoding {plan.generated} tokens after {plan.prompt}, medians of {plan.rounds} rounds"
     head = [
@@ -375,15 +392,23 @@ def main(
         "of bandwidth, GB/s",
         "error",
     ]
-    click.echo(markdown(Table(head, decode_rows(model, results), title)))
+    if not prompts:
+        click.echo(markdown(Table(head, decode_rows(model, results), title)))
     prefill = [
-        [str(count), NAMES.get(name, name), f"{statistics.median(speeds):.1f}", f"{median_ratio(speeds, of[PEER]):.2f}"]
-        for count, of in ((count, result.prefill) for count, result in results.items())
-        for name, speeds in of.items()
+        [str(count), NAMES.get(name, name)]
+        + [
+            figure
+            for of in (result.prefill, result.prefill_of_processor)
+            for figure in (f"{statistics.median(of[name]):.1f}", f"{median_ratio(of[name], of[PEER]):.2f}")
+        ]
+        for count, result in results.items()
+        for name in result.prefill
     ]
     title = f"Prefill of {plan.prefill} tokens, medians of {plan.prefill_rounds} rounds"
-    click.echo(markdown(Table(["threads", "engine", "tokens/s", "x llama.cpp"], prefill, title)))
+    columns = ["threads", "engine", "tokens/s", "x llama.cpp", "tokens/processor s", "x llama.cpp"]
+    click.echo(markdown(Table(columns, prefill, title)))
     head = ["engine", "load, s", "read file, s", "load / read", "peak, MiB", "before, MiB", "added / (file + KV)"]
-    click.echo(markdown(Table(head, loads, f"Loading and memory with a context of {CONTEXT}")))
+    if not prompts:
+        click.echo(markdown(Table(head, loads, f"Loading and memory with a context of {CONTEXT}")))
     figures = {count: {"decode": of.decode, "prefill": of.prefill} for count, of in results.items()}
     write_figures(json_path, {"setting": setting, "plan": vars(plan), "tokens_per_second": figures, "loads": loads})

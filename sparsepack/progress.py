@@ -88,8 +88,10 @@ class _Work:
         earlier, later = (half - units) / (middle - start), (last - half) / (end - middle)
         if abs(later / earlier - 1) > _STEADY:
             return None
-        seconds = (self.total - self.before - last) / ((last - units) / (end - start))
-        return max(0.0, seconds - (time.monotonic() - self.began - end))
+        pace, waiting = (last - units) / (end - start), time.monotonic() - self.began - end
+        if waiting > max(_STEADY * (end - start), 2 * self.first / pace):  # other units have begun, which take longer
+            return None
+        return max(0.0, (self.total - self.before - last) / pace - waiting)
 
     def _advice(self, whole: float) -> str:
         if self.shorter is None:

@@ -15,7 +15,7 @@ from sparsepack.runtime.backends import Backend
 from sparsepack.runtime.decoder import load_backend_module
 from sparsepack.runtime.features import tuning_backend
 from sparsepack.runtime.options import EngineOptions
-from sparsepack.runtime.tuning import GATES, SHAPES
+from sparsepack.runtime.tuning import GATES, SHAPES, zigzag_matrices
 
 
 def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = None) -> dict[str, Any]:
@@ -47,13 +47,7 @@ def tune(paths: Sequence[Path] = (), device: str = "cpu", threads: int | None = 
             "divided so, or leave it out"
         )
     module = load_backend_module(backend)
-    sites = [
-        (name, (matrix.rows, matrix.columns))
-        for packed in models
-        for layer in packed.layers
-        for name, matrix in layer.matrices.items()
-        if matrix.format.order == "zigzag"
-    ]
+    sites = [(name, (matrix.rows, matrix.columns)) for packed in models for name, matrix in zigzag_matrices(packed)]
     shapes = [shape for _, shape in sites] or SHAPES
     gates = {shape for name, shape in sites if name == "mlp_in"} if sites else GATES
     found = module.tune(shapes, torch.device(device), threads, gates, blocks[0])

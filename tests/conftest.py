@@ -11,12 +11,14 @@ from typing import Any
 
 # Read when numpy is imported: threads of its OpenBLAS spin for each other longer than they multiply small matrices.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Bits depend on the layouts that an engine finds to be fast; commands that tests run inherit this.
+os.environ["SPARSEPACK_AUTOTUNE"] = "0"
 
 import pytest
 import torch
 from hypothesis import settings
 
-from sparsepack.runtime.cpu.operations import tuned as tuned_cpu
+from sparsepack.runtime.cpu.tile_config import tuned as tuned_cpu
 from sparsepack.runtime.cuda.driver.kernel import compiled_folder
 from sparsepack.runtime.cuda.products.tile_config import tuned as tuned_cuda
 from sparsepack.workers import state as states

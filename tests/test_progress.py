@@ -89,6 +89,14 @@ def test_no_time_is_said_to_be_left_before_the_pace_is_steady(now, capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_no_time_is_said_to_be_left_where_a_unit_takes_longer_than_those_before(now):
+    """Gradients take longer than the forward passes that are counted with them."""
+    work = module._Work("fisher information", 60)
+    assert "about" in _worked(work, now, 30 * [0.5])[-1]
+    now[0] += 15
+    assert work.line() == "fisher information: 30/60 (50 %) after 30 s"
+
+
 def test_long_work_says_so_when_its_pace_is_known_and_what_would_be_shorter(capsys, now):
     with progress("calibrating", 1024, 0, 1, Shorter("--samples", 128)) as advance:
         for seconds in (3.0, 9.0):

@@ -53,7 +53,7 @@ def test_what_a_model_writes_is_replaced_on_a_terminal_and_raw_in_a_pipe(monkeyp
 
 
 def test_a_generated_text_commands_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sparsepack.cli.talk.describe_runtime", lambda engine: [])
+    monkeypatch.setattr("sparsepack.cli.talk.describe_runtime", str)
     for stream, expected in ((Screen(), HARMLESS), (io.StringIO(), HOSTILE)):
         monkeypatch.setattr(sys, "stdout", stream)
         Answers(object(), None).tell(HOSTILE)

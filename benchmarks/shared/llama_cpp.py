@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
+from typing import Protocol
 
 import click
 import llama_cpp
@@ -108,7 +109,16 @@ class LlamaCpp:
         return torch.from_numpy(np.ctypeslib.as_array(values, (self._vocabulary,)).copy())
 
 
-def check_logits(peer: LlamaCpp, prompt: Sequence[int], later: Sequence[int], expected: torch.Tensor) -> float:
+class Peer(Protocol):
+    """What `check_logits` drives."""
+
+    def reset(self) -> None: ...
+    def decode(self, ids: Sequence[int]) -> None: ...
+    def choose(self) -> int: ...
+    def logits(self) -> torch.Tensor: ...
+
+
+def check_logits(peer: Peer, prompt: Sequence[int], later: Sequence[int], expected: torch.Tensor) -> float:
     """The relative error of its logits after a prompt and after each later token: expected is [1 + later, vocabulary].
 
     Raises `RuntimeError` where it exceeds `LARGEST_ERROR`, or another than the likeliest token is chosen.

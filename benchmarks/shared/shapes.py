@@ -31,6 +31,8 @@ BILLION = Size("llama-1b", 2048, 16, 8192, 32, 8, 32000)
 LLAMA_3_2_1B = Size("llama-3.2-1b", 2048, 16, 8192, 32, 8, 128256, tied=True)
 QWEN_0_5B = Size("qwen2.5-0.5b", 896, 24, 4864, 14, 2, 151936, tied=True)
 """The widths of Qwen2.5-0.5B; a Llama all the same."""
+SMALL = Size("llama-small", 1024, 12, 3072, 16, 4, 32000, tied=True)
+SMOL = Size("smollm2-135m", 576, 30, 1536, 9, 3, 49152, tied=True)
 TINY = Size("llama-tiny", 256, 2, 512, 4, 2, 512)
 LLAMA_8B = Size("Llama-3-8B", 4096, 32, 14336, 32, 8, 128256)
 LLAMA_7B = Size("Llama-2-7B", 4096, 32, 11008, 32, 32, 32000)

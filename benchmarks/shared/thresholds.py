@@ -4,7 +4,7 @@ For each site in the order of execution it is the quantile of |x| over random to
 sparse. The columns that are active then spread at random from token to token; a trained model's cluster more.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -77,19 +77,26 @@ def find_thresholds(packed: PackedModel, sparsities: Iterable[float]) -> dict[fl
 
 def find_levels(packed: PackedModel, bits: Iterable[float]) -> dict[float, Limits]:
     """For each number of bits read of a weight, thresholds of levels per (layer, site), in the ratios of `LEVELS`."""
-    bytes = torch.tensor([0, *packed.layers[0].attention["attn_in"].matrix.levels], dtype=torch.float32)
+    levels = packed.layers[0].attention["attn_in"].matrix.levels
 
     def limits_of(size: Tensor, bits: float) -> Tensor:
-        ratios, more = torch.tensor(LEVELS, device=size.device), bytes.diff().to(size.device)
-        ordered = size.flatten().sort().values
-        low, high = float(size.mean()) / 100, float(size.mean()) * 100
-        for _ in range(40):
-            middle = (low * high) ** 0.5
-            above = 1 - torch.searchsorted(ordered, middle * ratios, right=True) / ordered.numel()
-            low, high = (middle, high) if float((above * more).sum()) / 32 > bits else (low, middle)
-        return middle * ratios
+        return limits_reading(size, bits, levels)
 
     return find_limits(packed, bits, limits_of)
+
+
+def limits_reading(size: Tensor, bits: float, levels: Sequence[int]) -> Tensor:
+    """Return thresholds of levels in the ratios of `LEVELS`, with which so many bits of a weight are read where inputs
+    are of these sizes. levels: bytes of a superblock at each, as `PackedMatrix.levels`"""
+    ratios = torch.tensor(LEVELS, device=size.device)
+    more = torch.tensor([0, *levels], dtype=torch.float32, device=size.device).diff()
+    ordered = size.flatten().sort().values
+    low, high = float(size.mean()) / 100, float(size.mean()) * 100
+    for _ in range(40):
+        middle = (low * high) ** 0.5
+        above = 1 - torch.searchsorted(ordered, middle * ratios, right=True) / ordered.numel()
+        low, high = (middle, high) if float((above * more).sum()) / 32 > bits else (low, middle)
+    return middle * ratios
 
 
 @torch.inference_mode()

@@ -88,15 +88,23 @@ def bench_table(result: Mapping[str, Any]) -> str:
     """`bench_decode`'s result in the manner of llama-bench, and under it what the figures mean."""
     gigabytes = result["read_bandwidth"]["bytes_per_second"] / 1e9
     runs = format_count(len(result["tests"][0]["samples_ns"]), "run")
+    energy = result.get("energy")
     notes = [
         result["runtime"],
+        *([f"machine: {result['processors']}"] if "processors" in result else []),
         f"t/s: mean ± standard deviation of {runs}; tokens: {result['tokens']}",
         "read/token: stored bytes that a token needs; skipped: share of the block weights that it does not, or of a "
         "weight with planes the bits that it reads",
         f"bandwidth: {gigabytes:.1f} GB/s ({result['read_bandwidth']['how']}); its share: read/token * t/s",
+        *([f"tokens/J: {energy}, with whatever else runs there"] if energy else []),
         *result["notes"],
     ]
-    return markdown(Table(HEADER, [_cells(row) for row in result["tests"]], notes=["\n".join(notes)]))
+    header, rows = [*HEADER], [_cells(row) for row in result["tests"]]
+    if energy:
+        header.append("tokens/J")
+        for cells, row in zip(rows, result["tests"], strict=True):
+            cells.append("-" if row["tokens_per_joule"] is None else f"{row['tokens_per_joule']:.2f}")
+    return markdown(Table(header, rows, notes=["\n".join(notes)]))
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

@@ -1,9 +1,10 @@
 """An artifact under evaluation as its users run it: by the engine, its kernels and its own rounding included."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from sparsepack.errors import UserError
@@ -18,6 +19,7 @@ from sparsepack.models.sites import SiteKey
 from sparsepack.placement.traffic import HitCounts
 from sparsepack.progress import say
 from sparsepack.runtime.backends import backend_for, find_backend
+from sparsepack.runtime.decoder import GivenTokens
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.options import EngineOptions
@@ -25,12 +27,16 @@ from sparsepack.workers.exchange import AllGather
 
 
 class EngineScorer(CountingScorer):
-    """A scorer by an engine: sparse positions are decoded as `Engine.teacher_forced` does it."""
+    """A scorer by an engine: sparse positions are decoded as `Engine.teacher_forced` does it, of several rows together
+    where the backend can, with what they begin with alike computed once."""
 
     def __init__(self, packed: PackedModel, options: EngineOptions) -> None:
         self.context, self.vocabulary = packed.architecture.context, packed.architecture.vocabulary
         self.device = torch.device(options.device)
         self._packed, self._options = packed, options
+        row = find_backend(options.backend or backend_for(options.device).name)
+        self._scores_rows = row.scores_rows and not options.hold
+        self._together = row.sequences if self._scores_rows else 1
         self._engine: Engine | None = None
         self._hit_counts: HitCounts | None = None
         self.tokens_read = TokensRead(packed.attention, packed.architecture.sliding_windows)
@@ -43,25 +49,41 @@ class EngineScorer(CountingScorer):
         sparse_from: torch.Tensor,
         batch: int | None = None,
         done: Done = ignored,
+        scored_from: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The logits themselves, [B, S, V]: an engine does not show what enters its output matrix."""
-        width = input_ids.shape[1]
+        count, width = input_ids.shape
         self.tokens_read.count(width, lengths, sparse_from)
-        real = torch.full((len(input_ids),), width) if lengths is None else lengths
-        logits = torch.zeros(*input_ids.shape, self.vocabulary, device=self.device)
-        for row, (ids, length, start) in enumerate(zip(input_ids, real.tolist(), sparse_from.tolist(), strict=True)):
-            logits[row, :length] = self._teacher_forced(ids[:length].tolist(), min(start, length))
-            done(1)
+        stops = [width] * count if lengths is None else lengths.tolist()
+        starts = [0] * count if scored_from is None else scored_from.tolist()
+        rows = [
+            GivenTokens(ids[:stop], min(sparse, stop), start)
+            for ids, stop, sparse, start in zip(input_ids.tolist(), stops, sparse_from.tolist(), starts, strict=True)
+        ]
+        if self.device.type == "cpu":  # memory of zeros is taken when it is written: what is not scored takes none
+            logits = torch.from_numpy(np.zeros((count, width, self.vocabulary), np.float32))
+        else:
+            logits = torch.zeros(count, width, self.vocabulary, device=self.device)
+        for first in range(0, count, self._together):
+            part = rows[first : first + self._together]
+            for number, scored in enumerate(self._scored(part), first):
+                logits[number, starts[number] : stops[number]] = scored
+            done(len(part))
         return logits
 
     def head(self, words: slice) -> Logits:
         """`hidden` are the logits already."""
         return lambda logits: logits[..., words]
 
-    def _teacher_forced(self, ids: list[int], sparse_from: int) -> torch.Tensor:
-        engine = self._load_decoder(len(ids))
-        logits = engine.teacher_forced(ids, sparse_from)
-        decoded = len(ids) - sparse_from
+    def _scored(self, rows: Sequence[GivenTokens]) -> list[torch.Tensor]:
+        """The logits of each row that are scored."""
+        engine = self._load_decoder(max(len(row.ids) for row in rows), len(rows))
+        if self._scores_rows:
+            logits = engine.teacher_forced_rows(rows)
+        else:
+            (row,) = rows
+            logits = [engine.teacher_forced(row.ids, row.sparse_from)[row.scored_from :]]
+        decoded = sum(len(row.ids) - row.sparse_from for row in rows)
         self._decoded += decoded
         if engine.hit_counts is not None:
             self._hit_counts = (self._hit_counts or HitCounts()) + engine.hit_counts
@@ -69,15 +91,16 @@ class EngineScorer(CountingScorer):
             self._inactive[key] = self._inactive.get(key, 0.0) + (1 - share) * decoded
         return logits
 
-    def _load_decoder(self, positions: int) -> Engine:
+    def _load_decoder(self, positions: int, sequences: int) -> Engine:
         """The engine. One that is too small gives way to one at least twice its size before that is loaded: rows of a
         task grow by little, and two would hold the model twice."""
         before = 0 if self._engine is None else self._engine.context
-        if self._engine is None or before < positions:
-            self._engine = None
-            context = min(self.context, max(positions, 2 * before))
-            self._engine = Engine(self._packed, self._options, context=context)
-            if not before:
+        sequences = max(sequences, 0 if self._engine is None else len(self._engine.positions))
+        if self._engine is None or before < positions or len(self._engine.positions) < sequences:
+            first, self._engine = self._engine is None, None
+            context = before if before >= positions else min(self.context, max(positions, 2 * before))
+            self._engine = Engine(self._packed, self._options, context=context, sequences=sequences)
+            if first:
                 say(f"runtime: {self._engine.description}", *self._engine.notes)
         return self._engine
 

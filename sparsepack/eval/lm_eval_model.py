@@ -74,6 +74,11 @@ class ScoredRow:
     ids: tuple[int, ...]
     scored: int
 
+    @property
+    def context(self) -> tuple[int, ...]:
+        """What lies before the first scored position."""
+        return self.ids[: self.scored]
+
 
 @dataclass(frozen=True)
 class GenerationArguments:
@@ -244,8 +249,12 @@ class SparseLM(TemplateLM):
                     scores[index] = (total, bool((greedy == targets).all()))
             return scores
 
-        # The longest first, rows of about one length together: what does not fit in memory shows at once.
-        rows = sorted(requests_of, key=lambda row: (-len(row.ids), row))
+        # The longest first, rows of about one length together: what does not fit in memory shows at once. Choices for
+        # one context are neighbours, whatever their lengths: a scorer can compute it once.
+        longest: dict[tuple[int, ...], int] = defaultdict(int)
+        for row in requests_of:
+            longest[row.context] = max(longest[row.context], len(row.ids))
+        rows = sorted(requests_of, key=lambda row: (-longest[row.context], row.context, -len(row.ids), row))
         scores = self._answers(rows, score, "scoring", [request[1:] for request in requests])
         return [(scores[index][0], scores[index][1]) for index in range(len(requests))]
 
@@ -357,15 +366,18 @@ class SparseLM(TemplateLM):
         }
 
     def _logits(self, rows: Sequence[ScoredRow]) -> torch.Tensor:
-        """Logits `[B, S, V]` of the rows, right-padded to the longest, under this model's protocol."""
+        """Logits `[B, S, V]` of the rows, right-padded to the longest, under this model's protocol; from where they are
+        scored on."""
         lengths = torch.tensor([len(row.ids) for row in rows])
         width = int(lengths.max())
         input_ids = torch.full((len(rows), width), self.eot_token_id)
         for ids, row in zip(input_ids, rows, strict=True):
             ids[: len(row.ids)] = torch.tensor(row.ids)
         sparse_from = torch.tensor([{"decode": row.scored, "all": 0, "dense": width}[self.protocol] for row in rows])
+        scored_from = torch.tensor([row.scored for row in rows])
+        arguments = (input_ids, lengths, sparse_from, scored_from)
         with torch.no_grad():
-            return self.scorer.logits(input_ids.to(self.device), lengths.to(self.device), sparse_from.to(self.device))
+            return self.scorer.logits(*(each.to(self.device) for each in arguments))
 
     def _check_continuation(self, texts: Any, continuation: list[int]) -> None:
         if not continuation:

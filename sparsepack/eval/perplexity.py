@@ -67,7 +67,8 @@ def score_windows(
         for ids, expected in zip(torch.split(inputs, rows), torch.split(targets, rows), strict=True):
             hidden = []
             for each, sparse_from in zip(scorers, (start, width), strict=False):
-                states = each.hidden(ids, None, torch.full((len(ids),), sparse_from), batch, done)
+                starts, scored = torch.full((len(ids),), sparse_from), torch.full((len(ids),), first)
+                states = each.hidden(ids, None, starts, batch, done, scored)
                 hidden.append(states[:, first:].flatten(0, 1))
                 del states
             found.append(_score_windows(scorers, hidden, expected[:, first:], batch))

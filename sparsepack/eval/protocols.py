@@ -58,10 +58,12 @@ class WindowScorer(Protocol):
         sparse_from: torch.Tensor,
         batch: int | None = None,
         done: Done = ignored,
+        scored_from: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What logits are made of: [B, S, ...]; row b sparse from position sparse_from[b] on.
 
-        `lengths` None means that there is no padding; `batch` rows run together, None: all.
+        `lengths` None means that there is no padding; `batch` rows run together, None: all. What is there of positions
+        before scored_from[b] means nothing; None: all count.
         """
 
     @abstractmethod
@@ -78,11 +80,18 @@ class Scorer(Protocol):
     device: torch.device
     context: int
 
-    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        sparse_from: torch.Tensor,
+        scored_from: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """Next-token logits `[B, S, V]` of right-padded rows.
 
         `input_ids` int64 `[B, S]`; `lengths` int64 `[B]`, tokens of each row before the padding; `sparse_from`
-        int64 `[B]`: in row b the positions `>= sparse_from[b]` run sparse, the others dense.
+        int64 `[B]`: in row b the positions `>= sparse_from[b]` run sparse, the others dense; `scored_from` int64 `[B]`:
+        what is there of positions before means nothing, None: all count.
         """
 
 
@@ -169,9 +178,15 @@ class CountingScorer(WindowScorer, Protocol):
     def realised(self) -> dict[SiteKey, float]:
         """The share of inactive channels per site over all sparse positions so far; sites never sparse are absent."""
 
-    def logits(self, input_ids: torch.Tensor, lengths: torch.Tensor, sparse_from: torch.Tensor) -> torch.Tensor:
+    def logits(
+        self,
+        input_ids: torch.Tensor,
+        lengths: torch.Tensor,
+        sparse_from: torch.Tensor,
+        scored_from: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         """See `Scorer`."""
-        return self.head(slice(None))(self.hidden(input_ids, lengths, sparse_from))
+        return self.head(slice(None))(self.hidden(input_ids, lengths, sparse_from, scored_from=scored_from))
 
 
 @dataclass(frozen=True, kw_only=True)

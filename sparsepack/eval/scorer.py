@@ -356,6 +356,7 @@ class SparseScorer(TransformersScorer):
         sparse_from: torch.Tensor,
         batch: int | None = None,
         done: Done = ignored,
+        scored_from: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What enters the output matrix, [B, S, H]; all rows together, whatever `batch` is."""
         ids = input_ids.to(self.device)
@@ -421,6 +422,7 @@ class StreamedScorer(TransformersScorer):
         sparse_from: torch.Tensor,
         batch: int | None = None,
         done: Done = ignored,
+        scored_from: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """What enters the output matrix, [B, S, H]."""
         self._output = None

@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from sparsepack.formats.blocks import q6_p
+from sparsepack.formats.blocks.cpu_encoder import kernels
 from sparsepack.formats.blocks.superblock import BLOCK, Parts, largest
 from sparsepack.formats.orders import zigzag
 from sparsepack.reconstruction import Inputs, fed_back
+from sparsepack.runtime.cpu.machine import instruction_set
 
 _AT_ONCE = 32
 """Grids are fitted for so many columns at a time: to those that come later in a block, little is added until then."""
@@ -72,8 +74,16 @@ class _Feedback:
         self._means = shares[1:].t() @ points  # T of each q, in the mean over levels: [columns, 64]
 
     def at_once(self, block: Tensor, factor: Tensor, first: int) -> Tensor:
-        """Quantise a block of columns (`reconstruction.AtOnce`)."""
+        """Quantise a block of columns (`reconstruction.AtOnce`), on a CPU by a kernel where there is one."""
         here = slice(first, first + len(block))
+        native = kernels() if block.device.type == "cpu" else None
+        if native is not None:
+            errors = torch.empty_like(block)
+            given = (block, self._shares[:, here].t().contiguous(), factor[here, here].contiguous())
+            made = (errors, self.each[here], self.numbers[here])
+            arrays = [tensor.numpy() for tensor in (*given, *made)]
+            native.quantise_q6_p(*arrays, instruction_set(), torch.get_num_threads())
+            return errors
         shape = (*self.each.shape[1:2], q6_p.GROUP)
         pad = shape[0] * shape[1] - self._rows
         self.each[here], _ = q6_p.fit(functional.pad(block, (0, pad)).view(-1, *shape), self._shares[1:, here].t())

@@ -124,6 +124,7 @@ class Backend:
     budgets     -- whether what has no room in a device's memory can lie in the host's
     gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
     scales_thresholds -- whether it can keep the skipped share at the target (`--hold`)
+    scores_rows -- whether the given tokens of several sequences are computed together (`decoder.RowsDecoder`)
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
     pads_tails  -- whether it lays out tails of matrices as whole bands, and reads them so
     latent_width -- of attention by latents, the widest row of these that it keeps in place of keys and values; 0: it
@@ -146,6 +147,7 @@ class Backend:
     budgets: bool = False
     gate_copies: bool = False
     scales_thresholds: bool = False
+    scores_rows: bool = False
     selects: bool = True
     pads_tails: bool = False
     latent_width: int = 0
@@ -199,6 +201,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 mlps=(DENSE, NEURONS, PLAIN_NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 scales_thresholds=True,
+                scores_rows=True,
                 traits=frozenset(TRAITS),
             ),
             Backend(

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from itertools import takewhile
 from typing import Any, Protocol, cast
 
 import torch
@@ -98,6 +99,44 @@ class Decoder(Protocol):
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
         """Append int64 [S] to the one sequence that there is, dense up to `sparse_from`, the others as steps. Returns
         all logits: float32 [S, vocabulary]."""
+
+
+@dataclass(frozen=True)
+class GivenTokens:
+    """Tokens that a sequence is given. Positions before `sparse_from` are dense, the others run as steps; logits are
+    computed from `scored_from` on."""
+
+    ids: Sequence[int]
+    sparse_from: int
+    scored_from: int = 0
+
+    def after(self, length: int) -> "GivenTokens":
+        """Return what follows the first `length` tokens."""
+        return GivenTokens(self.ids[length:], max(0, self.sparse_from - length), max(0, self.scored_from - length))
+
+
+def shared_prefixes(rows: Sequence[GivenTokens], least: int = 8) -> list[tuple[range, int]]:
+    """Return groups of neighbouring rows, and how many tokens those of a group begin with alike that are dense and not
+    scored: `least` or more, or 0."""
+    groups: list[tuple[range, int]] = []
+    for number, row in enumerate(rows):
+        group, shared = groups[-1] if groups else (range(0), 0)
+        most = min(shared, row.sparse_from, row.scored_from)
+        pairs = zip(rows[group.start].ids[:most], row.ids, strict=False)
+        alike = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if alike >= least:
+            groups[-1] = (range(group.start, number + 1), alike)
+        else:
+            groups.append((range(number, number + 1), min(row.sparse_from, row.scored_from)))
+    return [(group, shared if len(group) > 1 else 0) for group, shared in groups]
+
+
+class RowsDecoder(Decoder, Protocol):
+    """A decoder of a backend whose row says that it scores rows together."""
+
+    def teacher_forced_rows(self, rows: Mapping[int, GivenTokens], sparse: bool) -> list[Tensor]:
+        """Append tokens to sequences by their numbers, many at once. Returns the logits that are scored of each:
+        float32 [N, vocabulary]. Not where thresholds are controlled, which follow from the token before."""
 
 
 class LongTextDecoder(Decoder, Protocol):

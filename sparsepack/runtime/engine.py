@@ -5,7 +5,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,11 +18,14 @@ from sparsepack.placement.traffic import HitCounts, TrafficStats
 from sparsepack.runtime.backends import Backend, find_backend
 from sparsepack.runtime.decoder import (
     Decoder,
+    GivenTokens,
     LongTextRope,
+    RowsDecoder,
     choose_backend,
     kept_latents,
     load_backend_module,
     moving_sequences,
+    shared_prefixes,
 )
 from sparsepack.runtime.features import check_features
 from sparsepack.runtime.free_memory import cache_bytes, count_sequences, free_bytes
@@ -320,8 +323,7 @@ class Engine:
 
         Raises `UserError` for another number of ids, none at all, one that the model does not have, or a full cache.
         """
-        self._check_step(ids)
-        self._grow_each(ids)
+        self._begin_step(ids)
         logits = self._decoder.step(ids, not self.dense)
         self._appended(ids)
         return logits
@@ -347,8 +349,7 @@ class Engine:
                 None if id is None or sampler is None else sampler.choose(row)
                 for id, sampler, row in zip(ids, samplers, logits, strict=True)
             ]
-        self._check_step(ids)
-        self._grow_each(ids)
+        self._begin_step(ids)
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)
         self._appended(ids)
         return chosen
@@ -376,9 +377,29 @@ class Engine:
         self._ids[0] += ids
         return logits
 
-    def _grow_each(self, ids: Sequence[int | None]) -> None:
-        for sequence in moving_sequences(ids):
-            self._long_text_rope.grow(sequence, self._ids[sequence], 1)
+    @torch.no_grad()
+    def teacher_forced_rows(self, rows: Sequence[GivenTokens]) -> list[Tensor]:
+        """The logits that are scored of a row in each sequence, from empty caches: float32 [N, vocabulary]; what is
+        counted adds up over the rows. See `teacher_forced`; rows are computed together, and what neighbours begin with
+        alike, dense and not scored, once. Of backends alone whose row `scores_rows`, without a controller."""
+        self.reset()
+        decoder, groups = cast(RowsDecoder, self._decoder), shared_prefixes(rows)
+        begins = {group.start: GivenTokens(rows[group.start].ids[:shared], shared, shared) for group, shared in groups}
+        self._append_rows(decoder, {sequence: row for sequence, row in begins.items() if row.ids})
+        for group, shared in groups:
+            for sequence in group[1:] if shared else ():
+                self.copy(group.start, sequence, shared)
+        ends = {number: row.after(self.positions[number]) for number, row in enumerate(rows)}
+        return self._append_rows(decoder, ends)
+
+    def _append_rows(self, decoder: RowsDecoder, rows: Mapping[int, GivenTokens]) -> list[Tensor]:
+        for sequence, row in rows.items():
+            self._checked(row.ids, self.positions[sequence])
+            self._long_text_rope.grow(sequence, self._ids[sequence], len(row.ids))
+        logits = decoder.teacher_forced_rows(rows, not self.dense) if rows else []
+        for sequence, row in rows.items():
+            self._ids[sequence] += row.ids
+        return logits
 
     def _appended(self, ids: Sequence[int | None]) -> None:
         for sequence, id in moving_sequences(ids).items():
@@ -390,7 +411,7 @@ class Engine:
             _check_capacity(self.context, position, len(ids))
         return torch.as_tensor(ids, dtype=torch.int64, device="cpu").contiguous()
 
-    def _check_step(self, ids: Sequence[int | None]) -> None:
+    def _begin_step(self, ids: Sequence[int | None]) -> None:
         if len(ids) != len(self._ids):
             raise UserError(f"{len(ids)} tokens for {len(self._ids)} sequences; expected one for each")
         if not (moving := moving_sequences(ids)):
@@ -398,6 +419,8 @@ class Engine:
         _check_ids(self.architecture.vocabulary, [*moving.values()])
         positions = self.positions
         _check_capacity(self.context, max(positions[sequence] for sequence in moving), 1)
+        for sequence in moving:
+            self._long_text_rope.grow(sequence, self._ids[sequence], 1)
 
     def _check_sequence(self, sequence: int) -> None:
         if not 0 <= sequence < len(self._ids):

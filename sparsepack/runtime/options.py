@@ -1,6 +1,7 @@
 """How a model runs and how a text is continued. Nothing heavy is imported here: the command line and recipes read the
 defaults."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -61,7 +62,12 @@ class EngineOptions:
         default=None,
         choices=tuple(BACKENDS),
     )
-    threads: int | None = option("CPU threads (default: all cores).", default=None, least=1, most=MOST_THREADS)
+    threads: int | None = option(
+        "CPU threads (default: one for each performance core that this process may use, within a container's quota).",
+        default=None,
+        least=1,
+        most=MOST_THREADS,
+    )
     cache_type: str | None = None
     sequences: int | None = 1
     offload: bool = option(
@@ -214,15 +220,34 @@ GENERATE_NAMES: Mapping[str, str] = {
 }
 """What other programs call a field of `GenerateOptions`."""
 
-GENERATE_NEUTRAL: Mapping[str, Any] = {
-    "n": 1,
-    "num_return_sequences": 1,
-    "num_beams": 1,
-    "use_cache": True,
-    "length_penalty": 1.0,
-    "no_repeat_ngram_size": 0,
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    "audio": (),
+    "length_penalty": (1, 1.0),
+    "modalities": (["text"],),
+    "no_repeat_ngram_size": (0,),
+    "num_beams": (1,),
+    "num_return_sequences": (1,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "use_cache": (True,),
+    "web_search_options": (),
 }
-"""Options of other programs that are accepted with the one value that changes nothing."""
+"""Options of other programs that are accepted with these values, which change nothing, or none at all."""
+
+
+def unsupported_option(
+    given: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL
+) -> tuple[str, str] | None:
+    """The name of an option that is neither None nor one of its neutral values, and the remedy; None: there is none."""
+    for name, accepted in neutral.items():
+        value = given.get(name)
+        # Python has True for 1.
+        if value is not None and not any(type(value) is type(other) and value == other for other in accepted):
+            values = " or ".join(dict.fromkeys(json.dumps(other).removesuffix(".0") for other in accepted))
+            return name, f"leave it out{f' or give {values}' if values else ''}"
+    return None
 
 
 def generate_options(
@@ -238,10 +263,12 @@ def generate_options(
     Raises `UserError` for a name that there is not, with the nearest one, and for values that exclude each other.
     """
     values = {name: value for name, value in given.items() if value is not None}
-    for name, neutral in GENERATE_NEUTRAL.items():
-        if (value := values.pop(name, neutral)) != neutral:
-            several = " (several prompts: load(..., sequences=N) and generate_together)" * name.startswith("n")
-            raise UserError(f"{name} {value}: only {neutral} is supported{several}; leave it out")
+    neutral = {**NEUTRAL, "n": (1,)}
+    if found := unsupported_option(values, neutral):
+        name, remedy = found
+        several = "; several prompts: load(..., sequences=N) and generate_together" * name.startswith("n")
+        raise UserError(f"{name} {values[name]}: not supported; {remedy}{several}")
+    values = {name: value for name, value in values.items() if name not in neutral}
     sampled = values.pop("do_sample", None)
     options = with_values(options, values, UserError, GENERATE_NAMES)
     temperature, stop, bias = options.temperature, options.stop, options.logit_bias

@@ -19,6 +19,7 @@ fit together are a `ValueError`.
 """
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ from torch import Tensor
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import SMALLEST, STEPS, Slide
 from sparsepack.models.pattern import Pattern
+from sparsepack.runtime.cpu import machine
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import Sparse24Matrix
 
@@ -49,13 +51,20 @@ def prepare(matrix: Sparse24Matrix, dtype: torch.dtype, tokens: int = 0) -> list
     tokens -- products of up to so many tokens will come: what suits them is found and compiled now. 0: when they come
 
     It waits for the GPU, which the operator never does. Of what lies on another device it is the weights before they
-    were slid, `dense_type(dtype)` [rows, columns]. Raises `UserError` for a GPU that has no such product, where a
-    library is missing, or while a CUDA graph is captured; `PackingError` for positions that were changed.
+    were slid, [rows, columns]: of int8 values as they are, the columns padded to whole steps of the CPU's kernels;
+    where those do not take them, `dense_type`, multiplied by their scales where that is float32. Raises `UserError` for
+    a GPU that has no such product, where a library is missing, or while a CUDA graph is captured; `PackingError` for
+    positions that were changed.
     """
     # What is made here serves calls in inference mode and outside of it.
     with torch.inference_mode(False), torch.no_grad():
         if not matrix.values.is_cuda:
-            return [matrix.dense(dense_type(dtype))]
+            dense = matrix.dense(dense_type(matrix, dtype))
+            if dense.dtype == torch.int8:
+                return [F.pad(dense, (0, -matrix.columns % _INT8_STEP))]
+            if matrix.scale is not None and dense.dtype == torch.float32:  # bfloat16 would round them
+                dense *= matrix.scale[:, None]
+            return [dense]
         from sparsepack.runtime.cuda.slide.product import prepare as prepare_on_gpu
 
         with torch.cuda.device(matrix.values.device):
@@ -66,31 +75,94 @@ _MOST = {dtype: torch.tensor(steps) for dtype, steps in STEPS.items()}
 """Tensors: of a Python number and a tensor torch makes a product with a reciprocal, which rounds twice."""
 
 
-def dense_type(dtype: torch.dtype) -> torch.dtype:
-    """The type of dense weights for inputs of a type on a CPU: bfloat16 where the processor multiplies it. Values of 8
-    bits are exact in each."""
+_INT8_STEP = 32  # quantise/int8.h
+
+
+def dense_type(matrix: Sparse24Matrix, dtype: torch.dtype) -> torch.dtype:
+    """The type of dense weights for inputs of a type off NVIDIA's GPUs: bfloat16 where the inputs are and the processor
+    multiplies it; int8 where the CPU's kernels do. Values of 8 bits are exact in each."""
     fast = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return torch.bfloat16 if fast and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
+    if fast and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return torch.bfloat16
+    native = matrix.values.dtype == torch.int8 and matrix.values.is_cpu and _kernels(torch.get_num_threads())
+    return torch.int8 if native else torch.float32
 
 
 def _off_gpu(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
-    product = _by_dense if prepared else _by_reference
-    y = product(x.reshape(-1, matrix.columns), matrix, *prepared)
-    if bias is not None:
-        y = y + bias.float()
-    return y.to(x.dtype).view(*x.shape[:-1], len(matrix.values))
+    if prepared:
+        y = _by_dense(x, matrix, bias, *prepared)
+    else:
+        y = _by_reference(x.reshape(-1, matrix.columns), matrix).view(*x.shape[:-1], len(matrix.values))
+        y = y if bias is None else y + bias.float()
+    return y if y.dtype == x.dtype else y.to(x.dtype)
 
 
-def _by_dense(x: Tensor, matrix: Sparse24Matrix, dense: Tensor) -> Tensor:
-    """As `_by_reference` but for roundings of sums to the type of `dense`, in few operations, since of one token each
-    costs a part of the product: [tokens, columns] -> float32 [tokens, rows]."""
+def _by_dense(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, dense: Tensor) -> Tensor:
+    """As the reference but for roundings of sums, [..., columns] -> float32 [..., rows], or bfloat16 where `dense` is.
+    In few operations: of one token each takes a part of the time that the product takes."""
     dtype = matrix.values.dtype
+    if dense.dtype == torch.int8:
+        return _int8_linear(x, matrix, bias, dense)
     if matrix.scale is None:
-        return F.linear(x.to(dtype).to(dense.dtype), dense).float()
-    largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32).clamp_(min=SMALLEST)
-    q = x * (_MOST[dtype] / largest)  # float32; NaN where an input is infinite or NaN, which int8 would not keep
-    q = q.to(dtype) if dtype.is_floating_point else q.round_()
-    return F.linear(q.to(dense.dtype), dense).float().mul_(largest / _MOST[dtype] * matrix.scale)
+        x = x.to(dtype).to(dense.dtype)
+    elif dense.dtype == torch.float32:
+        x, _ = _rounded_rows(x, dtype, scaled=True)
+    else:
+        q, scale = _rounded_rows(x, dtype, scaled=False)
+        assert scale is not None
+        y = F.linear(q.to(dense.dtype), dense).float().mul_(scale * matrix.scale)
+        return y if bias is None else y.add_(bias)
+    return F.linear(x, dense, bias if bias is None or bias.dtype == dense.dtype else bias.to(dense.dtype))
+
+
+def _int8_linear(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, weights: Tensor) -> Tensor:
+    """The reference's values to the last bit, by the CPU's kernels: [..., columns] -> float32 [..., rows]."""
+    assert matrix.scale is not None
+    (rows, stride), columns, bfloats = weights.shape, matrix.columns, x.dtype == torch.bfloat16
+    if x.shape[-1] != columns:
+        raise ValueError(f"inputs {list(x.shape)}; expected [..., {columns}]")
+    x = (x if bfloats else x.float()).contiguous()
+    y = torch.empty(*x.shape[:-1], rows)
+    if tokens := y.numel() // rows:
+        bias = None if bias is None else bias.float()
+        addresses = (weights.data_ptr(), matrix.scale.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
+        kernels = _kernels(torch.get_num_threads())
+        assert kernels is not None  # `prepare` would have made no int8 weights
+        kernels.int8_linear(x.data_ptr(), bfloats, *addresses, tokens, rows, columns, stride)
+    return y
+
+
+def _rounded_rows(x: Tensor, dtype: torch.dtype, scaled: bool) -> tuple[Tensor, Tensor | None]:
+    """What `quantise_rows` makes of inputs, but float32, and a scale of NaN for rows that are not finite:
+    [..., columns] -> [..., columns], [..., 1].
+
+    scaled -- the first is multiplied by the scales, which are not returned
+    """
+    found = _kernels(torch.get_num_threads()) if x.is_cpu else None
+    if found is None:
+        largest = torch.linalg.vector_norm(x, torch.inf, -1, keepdim=True, dtype=torch.float32).clamp_(min=SMALLEST)
+        q, scale = x * (_MOST[dtype] / largest), largest / _MOST[dtype]
+        q = q.to(dtype).float() if dtype.is_floating_point else q.round_()
+        return (q.mul_(scale), None) if scaled else (q, scale)
+    bfloats, columns = x.dtype == torch.bfloat16, x.shape[-1]
+    x = (x if bfloats else x.float()).contiguous()
+    q = torch.empty_like(x, dtype=torch.float32)
+    scale = None if scaled else torch.empty(*x.shape[:-1], 1)
+    if q.numel():
+        into = 0 if scale is None else scale.data_ptr()
+        found.round_rows(
+            x.data_ptr(), bfloats, q.data_ptr(), into, q.numel() // columns, columns, STEPS[dtype], dtype != torch.int8
+        )
+    return q, scale
+
+
+@lru_cache(maxsize=4)
+def _kernels(threads: int) -> Any | None:
+    """The native operations; None where they were not built. To find them takes as long as a small product."""
+    try:
+        return machine.native().Operations(machine.instruction_set(), threads)
+    except UserError:
+        return None
 
 
 def _by_reference(x: Tensor, matrix: Sparse24Matrix) -> Tensor:

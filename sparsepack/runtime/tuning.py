@@ -13,7 +13,9 @@ from sparsepack.errors import OutputError
 from sparsepack.files.atomic import atomic_file, write_json
 from sparsepack.files.lock import locked
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.matrix import PackedExperts, PackedMatrix
 from sparsepack.formats.orders.zigzag import superblock_bytes
+from sparsepack.formats.packed import PackedModel
 from sparsepack.process import cache_folder
 from sparsepack.progress import progress
 
@@ -104,6 +106,16 @@ def row_of(
         "slowest_microseconds": max(nanoseconds) / 1e3,
         "bytes_per_second": rows * columns * read / best * 1e9,
     }
+
+
+def zigzag_matrices(packed: PackedModel) -> list[tuple[str, PackedMatrix | PackedExperts]]:
+    """The matrices of a model whose layout is measured, with their sites."""
+    return [
+        (name, matrix)
+        for layer in packed.layers
+        for name, matrix in layer.matrices.items()
+        if matrix.format.order == "zigzag"
+    ]
 
 
 def thresholds(x: torch.Tensor, block: str) -> torch.Tensor:

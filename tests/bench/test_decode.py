@@ -1,6 +1,7 @@
 """What a benchmark's result holds; never how fast anything is."""
 
 import dataclasses
+import itertools
 import json
 from fractions import Fraction
 from functools import cache
@@ -13,6 +14,7 @@ from packed_models import by_neurons, random_model, stock_model, with_rules
 from sparsepack.bench import bandwidth as memory
 from sparsepack.bench import decode
 from sparsepack.bench.decode import bench_decode
+from sparsepack.bench.energy import EnergyMeter
 from sparsepack.bench.options import BenchSettings
 from sparsepack.bench.run import HEADER, bench_table
 from sparsepack.errors import UserError
@@ -227,3 +229,18 @@ def test_a_model_by_neurons_is_measured_with_and_without_skipping_them() -> None
     assert dense["realised_sparsity"] == 0
     assert sparse["realised_sparsity"] > 0.1
     assert dense["model_size"] == decode.stored_bytes(packed)
+
+
+def test_tokens_per_joule_are_there_where_energy_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = bench_decode(sparse_model(), BenchSettings(8, 4, 2))
+    if found["energy"] is None:
+        assert [row["tokens_per_joule"] for row in found["tests"]] == [None] * 3
+        assert "tokens/J" not in bench_table(found)
+    counted = itertools.count(step=2)
+    meter = EnergyMeter("a fake", lambda: [next(counted)], 1.0, [2**64 - 1])  # 2 J a measurement
+    monkeypatch.setattr("sparsepack.bench.decode.energy_meter", lambda device: meter)
+    found = bench_decode(sparse_model(), BenchSettings(8, 4, 2))
+    assert [row["tokens_per_joule"] for row in found["tests"]] == [4.0, 2.0, 2.0]
+    lines = bench_table(found).split("\n")
+    assert [line.split("|")[-2].strip() for line in lines[:1] + lines[2:5]] == ["tokens/J", "4.00", "2.00", "2.00"]
+    assert any(line.startswith("tokens/J: a fake") for line in lines)

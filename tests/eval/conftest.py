@@ -27,7 +27,7 @@ class PlainScorer:
     def __init__(self, model, context=CONTEXT):
         self.model, self.context, self.calls = model, context, []
 
-    def logits(self, input_ids, lengths, sparse_from):
+    def logits(self, input_ids, lengths, sparse_from, scored_from=None):
         assert input_ids.shape[1] <= self.context
         self.calls.append((input_ids, lengths, sparse_from))
         mask = torch.arange(input_ids.shape[1]) < lengths[:, None]

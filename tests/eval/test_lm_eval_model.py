@@ -21,7 +21,7 @@ class Dictation:
     def __init__(self, ids, prompt):
         self.ids, self.prompt = ids, prompt
 
-    def logits(self, input_ids, lengths, sparse_from):
+    def logits(self, input_ids, lengths, sparse_from, scored_from=None):
         logits = torch.zeros(*input_ids.shape, 259)
         for position in range(self.prompt - 1, input_ids.shape[1]):
             logits[:, position, self.ids[min(position - self.prompt + 1, len(self.ids) - 1)]] = 1.0

@@ -365,8 +365,8 @@ def test_options_have_the_names_of_other_programs_too(given: dict[str, Any], exp
         ({"zzz": 5}, "zzz: no such option; expected one of tokens, temperature, "),
         ({"max_tokens": 5, "tokens": 5}, "tokens: max_tokens says the same; leave one of them out"),
         ({"do_sample": True, "temperature": 0}, "do_sample True: temperature 0 says otherwise"),
-        ({"num_return_sequences": 3}, "num_return_sequences 3: only 1 is supported"),
-        ({"num_beams": 4}, "num_beams 4: only 1 is supported"),
+        ({"num_return_sequences": 3}, "num_return_sequences 3: not supported; leave it out or give 1"),
+        ({"num_beams": 4}, "num_beams 4: not supported; leave it out or give 1"),
         ({"logit_bias": {"the": 1}}, "expected a dictionary of token ids"),
     ],
 )

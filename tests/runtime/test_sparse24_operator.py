@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +14,21 @@ from torch import Tensor, nn
 import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import UserError
-from sparsepack.formats.orders.slide import Slide, encode
+from sparsepack.formats.orders.slide import Slide, encode, quantise_rows
 from sparsepack.integration.transformers import quantizer as module
 from sparsepack.integration.transformers.quantizer import Sparse24Linear
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
+from sparsepack.runtime import sparse24_operator
+from sparsepack.runtime.cpu import machine
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import Sparse24Matrix
 from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
+
+try:
+    SETS = machine.instruction_sets()
+except UserError:
+    SETS = []
 
 TYPES = [torch.int8, torch.float8_e4m3fn, torch.bfloat16]
 TRACED = "aot_eager"
@@ -59,6 +66,47 @@ def test_it_computes_what_the_reference_says(
     wanted = (reference.slide_matmul(m, q, scale) + bias).to(of_inputs).view(*tokens, rows)
     assert torch.equal(sparse24_linear(x, m, bias, []), wanted)
     torch.testing.assert_close(sparse24_linear(x, m, bias, prepare(m, of_inputs)), wanted)
+
+
+@pytest.fixture(params=SETS or ["none"])
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    if not SETS:
+        pytest.skip("the CPU kernels were not built")
+    monkeypatch.setenv(machine.FORCED, request.param)
+    sparse24_operator._kernels.cache_clear()
+    yield request.param
+    sparse24_operator._kernels.cache_clear()
+
+
+@pytest.mark.parametrize("of_inputs", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("rows", "columns", "tokens"), [(1, 8, 1), (5, 20, 3), (37, 100, 0), (64, 96, 257), (131, 1000, 71), (50, 4100, 9)]
+)
+def test_the_kernels_have_the_bits_of_the_reference_for_int8(
+    rows: int, columns: int, tokens: int, of_inputs: torch.dtype, instruction_set: str
+) -> None:
+    m, x = matrix(rows, columns, Pattern(6, 8), torch.int8), torch.randn(tokens, columns).to(of_inputs)
+    x[: tokens // 3] *= 1e4
+    x[1:2] = 0
+    prepared = prepare(m, of_inputs)
+    assert prepared[0].dtype == torch.int8
+    for bias in (None, torch.randn(rows).to(of_inputs)):
+        assert torch.equal(sparse24_linear(x, m, bias, prepared), sparse24_linear(x, m, bias, []))
+
+
+@pytest.mark.parametrize("dtype", TYPES[:2], ids=str)
+@pytest.mark.parametrize("of_inputs", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("tokens", "columns"), [(1, 1), (3, 37), (300, 500)])
+def test_the_kernels_round_inputs_as_the_reference_does(
+    tokens: int, columns: int, of_inputs: torch.dtype, dtype: torch.dtype, instruction_set: str
+) -> None:
+    x = (torch.randn(tokens, columns) * torch.logspace(0, -6, columns)).to(of_inputs)  # FP8's subnormals, too
+    wanted, wanted_scale = quantise_rows(x, dtype)
+    q, scale = sparse24_operator._rounded_rows(x, dtype, scaled=False)
+    assert scale is not None
+    assert torch.equal(q, wanted.float())
+    assert torch.equal(scale[:, 0], wanted_scale)
+    assert torch.equal(sparse24_operator._rounded_rows(x, dtype, scaled=True)[0], wanted.float() * scale)
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)

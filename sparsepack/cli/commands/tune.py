@@ -23,7 +23,8 @@ def tune(paths: tuple[Path, ...], device: str, threads: int | None, json_path: s
 
     Without PATHS: for those of Llamas of 1 and 8 billion parameters, as zigzag-q4_k. What was found is kept below
     ~/.cache, and the runtime of the device uses it from then on (on the CPU at the same number of threads); output
-    changes by rounding only. Of artifacts by neurons it also measures the speeds by which neurons are divided where
+    changes by rounding only. On the CPU an engine does so at its first load, in two seconds; this takes longer and
+    finds more. Of artifacts by neurons it also measures the speeds by which neurons are divided where
     only some have slots (--cached, --vram), on a GPU: of its memory, of the bus, and of the processor, of which
     --threads then says the threads; of other artifacts likewise, for matrices that have no room there. Nothing else
     should run meanwhile; where other work hides the figures beside a GPU in three attempts, they are refused and not

@@ -9,7 +9,7 @@ from sparsepack.formats.packed import PackedModel
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.decoder import NativeDecoder
-from sparsepack.runtime.cpu.operations import measure
+from sparsepack.runtime.cpu.tune import measure, tune_new_shapes
 from sparsepack.runtime.options import EngineOptions
 from sparsepack.runtime.tuning import Shape
 
@@ -28,7 +28,9 @@ def decoder(
     cache_type: str,
     options: EngineOptions,
 ) -> NativeDecoder:
-    return NativeDecoder(packed, device, context, options.threads, sequences=options.sequences or 1)
+    threads = options.threads or machine.default_threads()
+    tune_new_shapes(packed, threads)
+    return NativeDecoder(packed, device, context, threads, sequences=options.sequences or 1)
 
 
 def synchronise(device: torch.device) -> None:
@@ -44,4 +46,4 @@ def tune(
 ) -> dict[str, Any]:
     """See `cpu.tune.measure`. What follows a product does not matter here."""
     usable(device)
-    return measure(shapes, threads or torch.get_num_threads(), block)
+    return measure(shapes, threads or machine.default_threads(), block)

@@ -22,9 +22,9 @@ from sparsepack.models.sites import SiteRule
 from sparsepack.progress import format_count
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache, vector
-from sparsepack.runtime.cpu.machine import instruction_set, native
+from sparsepack.runtime.cpu.machine import default_threads, instruction_set, native
 from sparsepack.runtime.cpu.operations import load_experts, load_gates, load_neurons, load_rows, load_zigzag
-from sparsepack.runtime.decoder import among_all, attention_of, moving_sequences
+from sparsepack.runtime.decoder import GivenTokens, among_all, attention_of, moving_sequences
 from sparsepack.runtime.generation.sampling import Sampler, not_finite
 from sparsepack.runtime.kv_cache import AttentionShape
 from sparsepack.runtime.threshold_controller import ThresholdController
@@ -50,13 +50,13 @@ class NativeDecoder:
 
     Matrices keep the size that they have in the file. Sums are float32, with multipliers of 16 bits within a tile of
     columns; keys and values are kept as float16: 4 bytes * layers * kv_heads * head_dim a position. The same sequence
-    gives the same bits every run at the same number of threads, until `sparsepack tune` finds other layouts.
+    gives the same bits every run at the same number of threads, until `tune` finds other layouts.
 
     A step of several sequences reads every weight once for all of them, and skips the columns that are inactive in all
     of them; its sums have another order than those of one sequence. A sequence that is stepped alone has the bits of a
     decoder of one sequence.
 
-    threads   -- None: as many as torch has, one for each core unless told otherwise
+    threads   -- None: as `machine.default_threads`
     new_cache -- what attends: `cpu.kv_cache.NativeKvCache`, or a cache with other native ones
     sequences -- how many, each with a cache of its own
 
@@ -76,7 +76,7 @@ class NativeDecoder:
         sequences: int = 1,
     ) -> None:
         find_backend("cpu").check_device(device)
-        self.threads = threads or torch.get_num_threads()
+        self.threads = threads or default_threads()
         self.instruction_set = instruction_set()
         self._counted = (*ATTENTION_SITES, *packed.mlp_kind.counted, *_LATENT_SITES)
         self._sites = [{*layer.matrices} for layer in packed.layers]
@@ -153,12 +153,25 @@ class NativeDecoder:
         return chosen
 
     def teacher_forced(self, ids: Tensor, sparse_from: int, sparse: bool) -> Tensor:
+        if not self.scales or not sparse:
+            return self.teacher_forced_rows({0: GivenTokens(ids.tolist(), sparse_from)}, sparse)[0]
         logits = torch.empty(len(ids), self._vocabulary)
         if sparse_from:
             self.native.prefill(0, ids[:sparse_from].numpy(), True, logits[:sparse_from].numpy())
         for row, id in zip(logits[sparse_from:], ids[sparse_from:].tolist(), strict=True):
             self.native.step([0], [id], sparse, row[None].numpy())
         return logits
+
+    def teacher_forced_rows(self, rows: Mapping[int, GivenTokens], sparse: bool) -> list[Tensor]:
+        scored = [len(row.ids) - row.scored_from for row in rows.values()]
+        logits = torch.empty(sum(scored), self._vocabulary)
+        self.native.teacher_forced(
+            [(sequence, len(row.ids), row.sparse_from, row.scored_from) for sequence, row in rows.items()],
+            torch.tensor([id for row in rows.values() for id in row.ids]).numpy(),
+            sparse,
+            logits.numpy(),
+        )
+        return list(torch.split(logits, scored))
 
 
 def _to_native(sampler: Sampler) -> tuple[float, int, float, float]:

@@ -6,15 +6,10 @@ the same bits every run with as many threads.
 
 Kernels are given NumPy's views of tensors. For a tensor itself nanobind runs Python code of torch's, and forgets what
 is raised there, which may be a user's Ctrl-C.
-
-How a matrix lies in memory is measured once for a machine, and remembered (SpQt, section 3.2: hardware profiling).
 """
 
-import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, partial
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,142 +19,38 @@ from torch import Tensor
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.matrix import PackedExperts, PackedMatrix
 from sparsepack.formats.orders.zigzag import check_steps
-from sparsepack.runtime import tuning
 from sparsepack.runtime.backends import find_backend
 from sparsepack.runtime.cpu.kv_cache import NativeKvCache
-from sparsepack.runtime.cpu.machine import cpu_info, instruction_set, native, operations, usable_cores
+from sparsepack.runtime.cpu.machine import instruction_set, native, operations, usable_cores
+from sparsepack.runtime.cpu.tile_config import CpuTileConfig, tile_config
 from sparsepack.runtime.hybrid.mailbox import Mailbox
 from sparsepack.runtime.kv_cache import AttentionShape
-from sparsepack.runtime.tuning import (
-    COPIES,
-    ROTATION,
-    Shape,
-    copies_of,
-    measure_shapes,
-    random_blocks,
-    row_of,
-    thresholds,
-)
-
-QUAD_ROWS = 1024
-SCHEMA = 1
-
-
-@dataclass(frozen=True)
-class CpuTileConfig:
-    """What llama.cpp calls a repacked layout, and CUTLASS a tile shape.
-
-    span -- quads (1024 rows) that lie together, the order; tile -- columns that are multiplied together while the
-    next so many are fetched into the cache, the distance of prefetching."""
-
-    span: int
-    tile: int
-
-
-def tile_config(shape: Shape, threads: int, block: str = "Q4_K") -> CpuTileConfig:
-    """What suits a matrix: as measured on this machine, or else what did best on the machines that we had."""
-    found = tuned(instruction_set(), threads, block).get(shape)
-    return found or CpuTileConfig(span=min(-(-shape[0] // QUAD_ROWS), 4), tile=64)
-
-
-def tuning_path(instruction_set: str, threads: int, block: str = "Q4_K") -> Path:
-    """The file that keeps what was measured on this machine for matrices of a type of superblocks."""
-    return tuning.tuning_path("cpu", cpu_info(), instruction_set, threads, block=block)
-
-
-def read_tuning(path: Path) -> dict[Shape, dict[str, Any]]:
-    """What was measured, by shape. A file that is missing, damaged or of another schema holds nothing."""
-    return tuning.read_rows(path, SCHEMA, _tile_config)
-
-
-@cache
-def tuned(instruction_set: str, threads: int, block: str = "Q4_K") -> Mapping[Shape, CpuTileConfig]:
-    """The configurations measured on this machine; empty where `sparsepack tune` never ran."""
-    rows = read_tuning(tuning_path(instruction_set, threads, block))
-    return {shape: _tile_config(row) for shape, row in rows.items()}
-
-
-def _tile_config(row: Mapping[str, Any]) -> CpuTileConfig:
-    span, tile = int(row["span"]), int(row["tile"])
-    if not 1 <= span <= 16 or not 8 <= tile <= 256 or tile % 8:
-        raise ValueError(f"span {span}, tile {tile}")
-    return CpuTileConfig(span, tile)
-
-
-SPANS = (1, 2, 4, 8, 16)
-TILES = (24, 48, 64, 96)
-CALLS = 15
-ROUNDS = 3
-
-
-def measure(shapes: Iterable[Shape], threads: int, block: str = "Q4_K") -> dict[str, Any]:
-    """Time every configuration on every shape, keep the best, and return what was found as JSON-able values.
-
-    block -- the type of the superblocks, of which files are kept apart
-
-    Half of the columns are active, of planes 3.4 bits of a weight are read; the weights come from memory, and
-    collecting the columns is part of the time. What was measured before for other shapes stays. Raises `UserError`
-    without kernels, `OutputError` where that cannot be kept.
-    """
-    name = instruction_set()
-    path = tuning_path(name, threads, block)
-    head = {"schema": SCHEMA, "cpu_info": cpu_info(), "instruction_set": name, "threads": threads, "block": block}
-    found = measure_shapes(shapes, path, head, read_tuning(path), lambda shape: _best(shape, threads, block))
-    tuned.cache_clear()
-    return found
-
-
-def _best(shape: Shape, threads: int, block: str) -> dict[str, Any]:
-    """The configuration with the least median time. They take turns: what disturbs the machine disturbs them all."""
-    rows, columns = shape
-    x = torch.randn(8, columns, generator=torch.Generator().manual_seed(0))
-    threshold = thresholds(x, block)
-    if threshold.dim() == 2:  # of all columns one, and the steps of levels
-        threshold = torch.cat([torch.ones(columns), threshold[:, 0]])
-    blocks = random_blocks(shape, block).numpy()
-    copies = copies_of(blocks.size, ROTATION, COPIES)
-    samples: dict[CpuTileConfig, list[int]] = {}
-    for span in (s for s in SPANS if s == 1 or s <= -(-rows // QUAD_ROWS)):
-        operations = native().Operations(instruction_set(), threads)
-        more = {"block": _number_of(block)}
-        matrices = [operations.load_zigzag(blocks, rows, span, TILES[0], **more) for _ in range(copies)]
-        for _ in range(ROUNDS):
-            for tile in TILES:
-                taken = _times(matrices, tile, x, threshold, threads)
-                samples.setdefault(CpuTileConfig(span, tile), []).extend(taken)
-    times = {config: statistics.median(taken) for config, taken in samples.items()}
-    best = min(times, key=lambda config: times[config])
-    return row_of(shape, {"span": best.span, "tile": best.tile}, times.values(), times[best], block)
-
-
-def _times(matrices: Sequence[Any], tile: int, x: torch.Tensor, threshold: torch.Tensor, threads: int) -> list[int]:
-    """Nanoseconds of each call but the first."""
-    for matrix in matrices:
-        matrix.tile = tile
-    calls = max(CALLS, len(matrices)) + 1
-    times: list[int] = native().time_gemv(matrices, x, threshold, threads, calls, instruction_set())
-    return times[1:]
-
 
 PLANES_NUMBER = 1000  # blocks.h: Q6_P, which ggml does not know
 _SPARE_INDICES = 16  # kernels.h: room that `collect` may write beyond the last index
 
 
 def load_zigzag(
-    matrix: PackedMatrix, device: torch.device | str = "cpu", threads: int | None = None, absent: int = 0
+    matrix: PackedMatrix,
+    device: torch.device | str = "cpu",
+    threads: int | None = None,
+    absent: int = 0,
+    config: CpuTileConfig | None = None,
 ) -> Any:
     """Copy a stored zigzag matrix into the order that the kernels read. Takes the matrix's stored size.
 
     threads -- that will run it; None: torch's
     absent  -- of planes, so many first ones lie elsewhere: products add what the others of columns above that level
                make, and no product is dense
+    config  -- None: what suits the machine
 
     Raises `PackingError` for a tail that is none (`zigzag.check_steps`).
     """
     if matrix.format.order != "zigzag":
         raise ValueError(f"matrix of type {matrix.format}, expected one in zigzag order")
     find_backend("cpu").check_device(device)
-    config = tile_config((matrix.rows, matrix.columns), threads or torch.get_num_threads(), matrix.format.block)
+    shape = matrix.rows, matrix.columns
+    config = config or tile_config(shape, threads or torch.get_num_threads(), matrix.format.block)
     tail = None if matrix.tail is None else matrix.tail.contiguous()
     if tail is not None:
         check_steps(tail, matrix.rows, matrix.columns, matrix.format.block)
@@ -177,11 +68,7 @@ def load_zigzag(
 
 def _number(matrix: PackedMatrix | PackedExperts) -> int:
     """The type of a zigzag matrix's superblocks as blocks/blocks.h numbers it: ggml's number, or our own."""
-    return _number_of(matrix.format.block)
-
-
-def _number_of(block: str) -> int:
-    number = BLOCKS[block].gguf
+    number = BLOCKS[matrix.format.block].gguf
     return PLANES_NUMBER if number is None else number
 
 

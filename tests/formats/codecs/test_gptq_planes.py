@@ -14,6 +14,7 @@ from sparsepack.formats.orders import zigzag
 from sparsepack.formats.zigzag.plan import encoded_site
 from sparsepack.models.sites import levels_read
 from sparsepack.reconstruction import Inputs
+from sparsepack.runtime.cpu.machine import FORCED, instruction_sets
 
 SHAPES = [(256, 64), (300, 97), (31, 40), (192, 150), (230, 9), (513, 3), (40, 1)]
 LEVELS = len(q6_p.LEVELS)
@@ -56,6 +57,24 @@ def test_outputs_by_levels_are_nearer_than_with_weights_rounded(rows: int, colum
     assert (None if tail is None else tail.shape) == (None if rounded[1] is None else rounded[1].shape)
     most = 0.9 if columns > 16 else 0.98 if columns > 4 else 1.01
     assert error(weight, x, levels, blocks, tail) < most * error(weight, x, levels, *rounded)
+
+
+@pytest.mark.parametrize(("rows", "columns"), SHAPES)
+def test_the_kernel_does_what_plain_torch_does(rows: int, columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, (x, levels, inputs) = weights(rows, columns), inputs_of(columns)
+    if gptq_planes.kernels() is None:
+        pytest.skip("the CPU kernels were not built")
+    made = []
+    for each in instruction_sets():
+        monkeypatch.setenv(FORCED, each)
+        made.append(gptq_planes.zigzag_blocks(weight.clone(), inputs))
+    monkeypatch.setattr(gptq_planes, "kernels", lambda: None)
+    oracle = gptq_planes.zigzag_blocks(weight.clone(), inputs)
+    expected = zigzag.unpack(oracle[0], rows, tail=oracle[1], block="Q6_P")
+    for blocks, tail in made:
+        found = zigzag.unpack(blocks, rows, tail=tail, block="Q6_P")
+        assert (found != expected).float().mean() < 0.01  # a value halfway between two others may fall otherwise
+        assert error(weight, x, levels, blocks, tail) == pytest.approx(error(weight, x, levels, *oracle), rel=0.01)
 
 
 @pytest.mark.parametrize("rows", [256, 300, 230])

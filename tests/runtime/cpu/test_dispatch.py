@@ -12,7 +12,7 @@ from sparsepack.formats.matrix import PackedMatrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.runtime.cpu import machine, operations
 from sparsepack.runtime.cpu.machine import FORCED, instruction_set, instruction_sets
-from sparsepack.runtime.cpu.operations import tile_config
+from sparsepack.runtime.cpu.tile_config import tile_config
 
 
 @pytest.mark.parametrize("name", instruction_set_params())
@@ -43,6 +43,7 @@ def test_an_instruction_set_that_the_machine_lacks_is_a_users_mistake(monkeypatc
 
 def test_without_kernels_the_user_learns_why_and_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, MODULE, None)  # as if there were no such file
+    monkeypatch.setattr(sys, "path", [])  # nor one that this checkout hides
     with pytest.raises(UserError, match=r"not built: no working C\+\+17 compiler .*install g\+\+ .*reference"):
         instruction_sets()
 

@@ -14,6 +14,8 @@ from torch import Tensor
 from sparsepack.formats.blocks.table import BLOCKS, stored_bytes
 from sparsepack.formats.orders import zigzag
 from sparsepack.runtime.cpu.machine import native
+from sparsepack.runtime.cpu.operations import PLANES_NUMBER
+from sparsepack.runtime.tuning import random_blocks
 
 ROW_TYPES = ("F32", "F16", "BF16", "Q4_K", "Q6_K")
 
@@ -185,6 +187,19 @@ def test_batches_of_other_sizes_are_refused(instruction_set: str) -> None:
     for x, y in ((torch.ones(2, 39), torch.empty(2, 300)), (torch.ones(2, 40), torch.empty(3, 300))):
         with pytest.raises(ValueError, match="expected"):
             operations.zigzag_matmul(loaded_matrix(operations), x, y)
+
+
+@pytest.mark.parametrize("ahead", [0, 2, 8, 32])
+@pytest.mark.parametrize("block", ["Q4_K", "Q6_P"])
+def test_a_loop_that_only_reads_is_timed_like_a_product(block: str, ahead: int) -> None:
+    blocks, x = random_blocks((1280, 24), block).numpy(), torch.randn(1, 24)
+    limit = torch.cat([torch.ones(24), torch.arange(5.0)]) if block == "Q6_P" else torch.zeros(1)
+    number = PLANES_NUMBER if block == "Q6_P" else BLOCKS[block].gguf
+    matrix = native().Operations("scalar", 1).load_zigzag(blocks, 1280, 2, 8, block=number)
+    inputs = [matrix], x.numpy(), limit.numpy()
+    assert all(time > 0 for time in native().time_gemv(*inputs, 2, 3, "scalar", ahead))
+    with pytest.raises(ValueError, match="ahead: expected 0, 2, 8 or 32"):
+        native().time_gemv(*inputs, 2, 3, "scalar", ahead + 1)
 
 
 def test_an_unknown_instruction_set_or_no_thread_is_refused() -> None:

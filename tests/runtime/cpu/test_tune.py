@@ -10,17 +10,24 @@ from native_build import instruction_set_params
 
 from sparsepack.cli import main
 from sparsepack.errors import OutputError
-from sparsepack.runtime.cpu import operations as tuning
+from sparsepack.formats.kinds import MatrixFormat
+from sparsepack.formats.matrix import PackedMatrix
+from sparsepack.formats.open import read_packed
+from sparsepack.runtime.cpu import tune as tuning
 from sparsepack.runtime.cpu.machine import FORCED, instruction_set
-from sparsepack.runtime.cpu.operations import (
+from sparsepack.runtime.cpu.tile_config import (
     SCHEMA,
     CpuTileConfig,
-    measure,
+    default_tile_config,
     read_tuning,
     tile_config,
     tuned,
     tuning_path,
 )
+from sparsepack.runtime.cpu.tune import AUTOTUNE, measure
+from sparsepack.runtime.engine import Engine
+from sparsepack.runtime.options import EngineOptions
+from sparsepack.runtime.tuning import random_blocks
 
 pytestmark = [mark for parameter in instruction_set_params()[:1] for mark in parameter.marks]
 SHAPE, OTHER = (1100, 24), (300, 16)
@@ -32,7 +39,7 @@ ROW = {"rows": SHAPE[0], "columns": SHAPE[1], "span": 1, "tile": 24}
 @pytest.fixture(autouse=True)
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A cache folder of its own, and so little work that a test takes milliseconds."""
-    for name, value in {"SPANS": (1, 2), "TILES": (24, 48), "ROTATION": 1 << 16, "CALLS": 2, "ROUNDS": 1}.items():
+    for name, value in {"SPANS": (1, 2), "TILES": (24, 48), "CALLS": 2, "ROUNDS": 1}.items():
         monkeypatch.setattr(tuning, name, value)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tuned.cache_clear()
@@ -81,8 +88,7 @@ def test_what_was_found_is_used_from_then_on() -> None:
     assert tile_config(SHAPE, 1) == CpuTileConfig(row["span"], row["tile"]) != NEVER_MEASURED
 
 
-def test_a_matrix_of_one_weight_is_measured_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "COPIES", 3)
+def test_a_matrix_of_one_weight_is_measured_too() -> None:
     assert measure([(1, 1)], threads=1)["shapes"][0]["span"] == 1
 
 
@@ -134,7 +140,7 @@ def test_a_folder_that_cannot_be_made_is_an_error_before_anything_is_measured(
     cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cache.write_text("a file")
-    monkeypatch.setattr(tuning, "_best", lambda *_: pytest.fail("measured"))
+    monkeypatch.setattr(tuning._Trial, "time", lambda *_: pytest.fail("measured"))
     with pytest.raises(OutputError, match=r"cache/sparsepack: cannot be made .*; set XDG_CACHE_HOME"):
         measure([SHAPE], threads=1)
 
@@ -184,3 +190,68 @@ def test_the_command_measures_artifacts_with_planes(tmp_path: Path) -> None:
     both = CliRunner().invoke(main, ["tune", str(packed), str(whole), "--threads", "1"])
     assert both.exit_code == 2
     assert "files with Q4_K and Q6_P: tune those of each type by themselves" in both.stderr
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> Path:
+    path = tmp_path / "m.gguf"
+    assert CliRunner().invoke(main, ["pack", "shipped:tiny", "-o", str(path)]).exit_code == 0
+    return path
+
+
+def load(path: Path, threads: int = 1) -> None:
+    tuned.cache_clear()  # as another process would begin
+    Engine(read_packed(path), EngineOptions(threads=threads), backend="cpu")
+
+
+def test_an_engine_measures_new_shapes_once_and_says_so(
+    packed: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuning, "LEAST_BYTES", 0)
+    monkeypatch.setenv(AUTOTUNE, "0")
+    load(packed)
+    assert kept_shapes() == []
+    monkeypatch.delenv(AUTOTUNE)
+    load(packed)
+    found = kept_shapes()
+    assert len(found) == 4
+    path = tuning_path(instruction_set(), 1)
+    said = capsys.readouterr().err.splitlines()
+    assert [line for line in said if line.startswith("tuned 4 shapes of matrices") and str(path) in line] == said
+    before = path.read_bytes()
+    load(packed)
+    assert (path.read_bytes(), capsys.readouterr().err) == (before, "")
+    load(packed, threads=2)
+    assert kept_shapes(threads=2) == found
+
+
+def test_an_engine_measures_no_longer_than_it_may_and_leaves_the_default_for_a_gain(
+    packed: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"LEAST_BYTES": 0, "SECONDS": 0.0}.items():
+        monkeypatch.setattr(tuning, name, value)
+    monkeypatch.delenv(AUTOTUNE)
+    load(packed)
+    assert len(kept_shapes()) == 4
+    assert all(tile_config(shape, 1) == default_tile_config(shape) for shape in kept_shapes())
+    small = PackedMatrix(random_blocks(SHAPE), MatrixFormat("Q4_K", "zigzag"), *SHAPE)
+    trial = tuning._Trial(small, 1)
+
+    def take(self: Any, configs: list[CpuTileConfig], calls: int) -> None:
+        for config in configs:
+            self.samples[config] = [90 if config == faster else 100 - config.tile // 24]
+
+    monkeypatch.setattr(tuning._Trial, "time", take)
+    faster = CpuTileConfig(span=1, tile=48)
+    chosen = tuning._quick(trial, float("inf"))
+    assert (chosen["span"], chosen["tile"]) == (2, 64)
+
+
+def test_where_nothing_can_be_kept_an_engine_says_so_and_runs(
+    packed: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(tuning, "LEAST_BYTES", 0)
+    monkeypatch.delenv(AUTOTUNE)
+    cache.write_text("a file")
+    load(packed)
+    assert "not tuned for this machine" in capsys.readouterr().err

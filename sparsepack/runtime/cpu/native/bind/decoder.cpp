@@ -272,6 +272,25 @@ public:
         return scales;
     }
 
+    // Times the phases of steps of one sequence from now on, from zero; or ends that.
+    void time_phases(bool on) {
+        Lock lock(mutex_);
+        clock_ = on ? std::make_unique<PhaseClock>(decoder_->pool().threads()) : nullptr;
+        decoder_->set_clock(clock_.get());
+    }
+    // Of each phase its name, and of each thread nanoseconds at work and waiting.
+    std::vector<std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>> phase_times() {
+        Lock lock(mutex_);
+        std::vector<std::tuple<std::string, std::vector<int64_t>, std::vector<int64_t>>> all;
+        for (int phase = 0; clock_ && phase < PHASES; ++phase) {
+            auto& [name, work, waiting] = all.emplace_back();
+            name = PHASE_NAMES[phase];
+            for (const PhaseClock::Times& thread : clock_->threads())
+                work.push_back(thread.work[phase]), waiting.push_back(thread.waiting[phase]);
+        }
+        return all;
+    }
+
     void step(const Sequences& sequences, const Ids& ids, bool sparse, Array<float, 2> logits) {
         check_size(logits.size(), ids.size());
         Lock lock(mutex_);
@@ -282,6 +301,25 @@ public:
         check_size(logits.size(), all ? ids.size() : 1);
         Lock lock(mutex_);
         decoder_->prefill(sequence, ids.data(), int64_t(ids.size()), all, logits.data());
+    }
+
+    // all: of each sequence its number, and how many tokens it gets, begin dense, and begin without logits.
+    void teacher_forced(const std::vector<std::tuple<int32_t, int64_t, int64_t, int64_t>>& all,
+                        Array<const int64_t, 1> ids, bool sparse, Array<float, 2> logits) {
+        std::vector<Continuation> continuations;
+        int64_t tokens = 0, scored = 0;
+        for (auto [sequence, count, dense, unscored] : all) {
+            if (count < 0 || dense < 0 || unscored < 0 || dense > count || unscored > count)
+                throw std::invalid_argument("expected at most as many dense and unscored tokens as there are");
+            for (const Continuation& other : continuations)
+                if (other.sequence == sequence) throw std::invalid_argument("a sequence twice");
+            continuations.push_back({sequence, count, dense, unscored});
+            tokens += count, scored += count - unscored;
+        }
+        if (tokens != int64_t(ids.size())) throw std::invalid_argument("ids: expected those of all sequences");
+        check_size(logits.size(), size_t(scored));
+        Lock lock(mutex_);
+        decoder_->teacher_forced(continuations, ids.data(), sparse, logits.data());
     }
 
     // For each sequence (temperature, top_k, top_p, draw); returns the token and its logit.
@@ -295,6 +333,7 @@ public:
         int64_t vocabulary = decoder_->model().shape.vocabulary;
         for (size_t i = 0; i < how.size(); ++i)
             found.push_back(chosen(logits_.data() + int64_t(i) * vocabulary, vocabulary, how[i]));
+        if (clock_) clock_->all_waited(SAMPLING);
         return found;
     }
 
@@ -322,6 +361,7 @@ private:
     }
 
     std::mutex mutex_;
+    std::unique_ptr<PhaseClock> clock_;  // outlives the decoder, which may have it
     std::unique_ptr<Decoder> decoder_;
     Sampler sampler_;
     Buffer<float> logits_;
@@ -384,9 +424,12 @@ void bind_decoder(nb::module_& m) {
             nb::kw_only(), "target"_a, "weights"_a, "first"_a, "last"_a, "over"_a, "least"_a, "most"_a)
         .def("reset_scale", &Session::reset_scale, "sequence"_a)
         .def("scales", &Session::scales)
+        .def("time_phases", &Session::time_phases, "on"_a)
+        .def("phase_times", &Session::phase_times)
         .def("copy_states", &Session::copy_states, "source"_a, "to"_a, Released())
         .def("step", &Session::step, "sequences"_a, "ids"_a, "sparse"_a, "logits"_a, Released())
         .def("prefill", &Session::prefill, "sequence"_a, "ids"_a, "all"_a, "logits"_a, Released())
+        .def("teacher_forced", &Session::teacher_forced, "all"_a, "ids"_a, "sparse"_a, "logits"_a, Released())
         .def("decode_next", &Session::decode_next, "sequences"_a, "ids"_a, "sparse"_a, "how"_a, Released())
         .def("choose", &Session::choose, "logits"_a, "how"_a, Released());
 }

@@ -12,6 +12,7 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <mutex>
 #include <optional>
 #include <stdexcept>
@@ -38,7 +39,9 @@ void expect_tile(int32_t tile) {
 class Operations {
 public:
     Operations(const std::string& instruction_set, int threads)
-        : kernels_(kernels(instruction_set)), pool_((expect(threads > 0, "threads: expected at least 1"), threads)) {}
+        : kernels_(kernels(instruction_set)),
+          int8_(encoders(instruction_set).int8),
+          pool_((expect(threads > 0, "threads: expected at least 1"), threads)) {}
 
     ZigzagMatrix load_zigzag(Array<const uint8_t, 3> blocks, int64_t rows, int32_t span, int32_t tile,
                              std::optional<Array<const uint8_t, 2>> tail,
@@ -217,8 +220,75 @@ public:
         scratch_.resize(pool_.threads());
         for (Buffer<float>& own : scratch_) own.grow(cache.scratch(KvCache::BLOCK));  // a region must not throw
         pool_.run([&](int thread) {
-            cache.attend_rows(pool_, layer, qkv.data(), int32_t(qkv.shape(0)), y.data(), scratch_[thread].data(),
-                              sparse);
+            int32_t count = int32_t(qkv.shape(0));
+            pool_.share(cache.attend_items(layer, count), [&](int item, int) {
+                cache.attend_item(item, layer, qkv.data(), 0, count, y.data(), scratch_[thread].data(), sparse);
+            });
+        });
+    }
+
+    // RoundWork by addresses, since an array would take Python longer than a row takes here; y has the size of x.
+    void round_rows(uintptr_t x, bool bfloats, uintptr_t y, uintptr_t scales, int64_t rows, int64_t columns,
+                    float steps, bool fp8) {
+        expect(x && y && rows >= 0 && columns >= 0, "x, y, rows, columns: expected addresses and sizes");
+        auto some = [&](int64_t first, int64_t count) {
+            int64_t from = first * columns;
+            int8_.round_rows({bfloats ? nullptr : (const float*)x + from, bfloats ? (const uint16_t*)x + from : nullptr,
+                              (float*)y + from, scales ? (float*)scales + first : nullptr, count, columns, steps, fp8});
+        };
+        constexpr int64_t AT_ONCE = 1 << 16;  // values, in some ten microseconds: as long as threads take to wake
+        int64_t each = std::max<int64_t>(AT_ONCE / std::max<int64_t>(columns, 1), 1), parts = (rows + each - 1) / each;
+        if (parts <= 2) return some(0, rows);
+        std::lock_guard<std::mutex> lock(mutex_);
+        pool_.run([&](int) {
+            pool_.share((int)parts, [&](int part, int) { some(part * each, std::min(each, rows - part * each)); });
+        });
+    }
+
+    // Int8Work of inputs as round_rows takes them, weights [rows, stride], and the other addresses; bias may be 0.
+    void int8_linear(uintptr_t x, bool bfloats, uintptr_t weights, uintptr_t scales, uintptr_t bias, uintptr_t y,
+                     int64_t tokens, int64_t rows, int64_t columns, int64_t stride) {
+        expect(x && weights && scales && y, "x, weights, scales, y: expected addresses");
+        expect(tokens > 0 && rows > 0 && columns > 0 && columns <= stride && stride % INT8_STEP == 0,
+               "expected sizes, and weights padded to whole steps");
+        expect(stride <= MOST_INT8_COLUMNS, "columns: more than a sum of 32 bits holds");
+        std::lock_guard<std::mutex> lock(mutex_);
+        words_.grow(tokens * stride);
+        word_scales_.grow(tokens);
+        auto round = [&](int64_t first, int64_t count) {
+            int64_t from = first * columns;
+            int8_.words_of_rows(
+                {bfloats ? nullptr : (const float*)x + from, bfloats ? (const uint16_t*)x + from : nullptr, nullptr,
+                 word_scales_.data() + first, count, columns, 127, false},
+                words_.data() + first * stride, stride);
+        };
+        Int8Work work = {words_.data(),
+                         word_scales_.data(),
+                         (const int8_t*)weights,
+                         (const float*)scales,
+                         (const float*)bias,
+                         (float*)y,
+                         tokens,
+                         rows,
+                         stride,
+                         0,
+                         rows};
+        constexpr int64_t ALONE = 1 << 20, ROWS_AT_ONCE = 32;  // products, in some tens of microseconds
+        if (tokens * rows * stride < ALONE || pool_.threads() == 1) {
+            round(0, tokens);
+            return int8_.matmul(work);
+        }
+        int64_t threads = pool_.threads(), each = (tokens + threads - 1) / threads;
+        pool_.run([&](int thread) {
+            int64_t first = std::min(thread * each, tokens);
+            round(first, std::min(each, tokens - first));
+            pool_.barrier();
+            pool_.share((int)((rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE), [&](int part, int) {
+                Int8Work some = work;
+                some.first_row = part * ROWS_AT_ONCE;
+                some.last_row = std::min(some.first_row + ROWS_AT_ONCE, rows);
+                int8_.matmul(some);
+            });
         });
     }
 
@@ -267,10 +337,13 @@ private:
     }
 
     const Kernels& kernels_;
+    Int8Kernels int8_;
     Pool pool_;
     std::mutex mutex_;
     ProductScratch products_;
     std::vector<Buffer<float>> scratch_;
+    Buffer<int16_t> words_;
+    Buffer<float> word_scales_;
 };
 
 }  // namespace
@@ -332,6 +405,10 @@ void bind_operations(nb::module_& m) {
         .def("load_gates", &Operations::load_gates, "rows"_a, Released())
         .def("gate_products", &Operations::gate_products, "gates"_a, "x"_a, "y"_a, Released())
         .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
+        .def("round_rows", &Operations::round_rows, "x"_a, "bfloats"_a, "y"_a, "scales"_a, "rows"_a, "columns"_a,
+             "steps"_a, "fp8"_a, Released())
+        .def("int8_linear", &Operations::int8_linear, "x"_a, "bfloats"_a, "weights"_a, "scales"_a, "bias"_a, "y"_a,
+             "tokens"_a, "rows"_a, "columns"_a, "stride"_a, Released())
         .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, "sparse"_a = false, Released());
 }
 

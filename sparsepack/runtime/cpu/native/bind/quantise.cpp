@@ -51,7 +51,7 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
                       (int64_t)columns,
                       (int64_t)rows,
                       (int64_t)bands};
-    QuantiseBand kernel = encoders(instruction_set).feedback;
+    QuantiseBand kernel = encoders(instruction_set).feedback_q4_k;
     // With errors fed back columns follow each other; without, they are shared out too.
     int64_t at_once = factor ? work.columns : 64, parts = (work.columns + at_once - 1) / at_once;
     Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts * work.bands, 1)));
@@ -66,6 +66,24 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
             kernel(part, item % work.bands);
         });
     });
+}
+
+void quantise_q6_p(Factor block, Factor shares, Factor factor, Matrix errors, Blocks each, Blocks numbers,
+                   const std::string& instruction_set, int threads) {
+    size_t columns = block.shape(0), rows = block.shape(1), groups = each.shape(1);
+    expect(shares.shape(0) == columns && shares.shape(1) == 6, "shares: expected [columns, 6]");
+    expect(factor.shape(0) == columns && factor.shape(1) == columns, "factor: expected [columns, columns]");
+    expect(errors.shape(0) == columns && errors.shape(1) == rows, "errors: expected [columns, rows]");
+    expect(each.shape(0) == columns && groups * 64 >= rows && each.shape(2) == 2,
+           "each: expected [columns, groups, 2]");
+    expect(numbers.shape(0) == columns && numbers.shape(1) == groups && numbers.shape(2) == 64,
+           "numbers: expected [columns, groups, 64]");
+    expect(threads > 0, "threads: expected at least 1");
+    PlanesWork work{block.data(),   shares.data(),    factor.data(), errors.data(),  each.data(),
+                    numbers.data(), (int64_t)columns, (int64_t)rows, (int64_t)groups};
+    QuantiseGroup kernel = encoders(instruction_set).feedback_q6_p;
+    Pool pool((int)std::min<size_t>((size_t)threads, std::max<size_t>(groups, 1)));
+    pool.run([&](int) { pool.share((int)groups, [&](int group, int) { kernel(work, group); }); });
 }
 
 void encode(const std::string& block, Weight weight, std::optional<Divisors> divisors, Blocks blocks,
@@ -130,6 +148,8 @@ void balance(Factor weight, Means means, int rounds, const std::string& instruct
 void bind_quantise(nb::module_& m) {
     m.def("quantise_q4_k", &quantise_q4_k, "block"_a, "blocks"_a, "factor"_a.none(), "errors"_a.none(),
           "steps"_a.none(), "instruction_set"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("quantise_q6_p", &quantise_q6_p, "block"_a, "shares"_a, "factor"_a, "errors"_a, "each"_a, "numbers"_a,
+          "instruction_set"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("encode", &encode, "block"_a, "weight"_a, "divisors"_a.none(), "blocks"_a, "instruction_set"_a, "threads"_a,
           nb::call_guard<nb::gil_scoped_release>());
     m.def("balance", &balance, "weight"_a, "means"_a, "rounds"_a, "instruction_set"_a, "threads"_a,

@@ -23,6 +23,7 @@
 #include "decoder/delta_net.h"
 #include "decoder/threshold_controller.h"
 #include "decoder/kv_cache.h"
+#include "decoder/phase_clock.h"
 #include "kernels/kernels.h"
 #include "memory/buffer.h"
 #include "threads/pool.h"
@@ -151,6 +152,13 @@ struct Layer {
     int32_t kept = -1;  // which of the layers of the cache, or of the states, is this one; made by the decoder
 };
 
+// The next tokens of a sequence. The first `dense` ones are prefilled, the others computed as steps compute them; the first
+// `unscored` ones have no logits.
+struct Continuation {
+    int32_t sequence;
+    int64_t count, dense, unscored;
+};
+
 struct Model {
     Shape shape;
     std::vector<Layer> layers;
@@ -174,6 +182,9 @@ public:
     // of superblocks.
     const std::vector<int64_t>& active() const noexcept { return active_; }
 
+    // Times the phases of steps of one sequence by a clock, which outlives its use; null: no longer.
+    void set_clock(PhaseClock* clock) noexcept { clock_ = clock; }
+
     // The scale of each sequence's thresholds; empty where they are not controlled.
     const std::vector<SequenceScale>& scales() const noexcept { return scales_; }
 
@@ -194,6 +205,11 @@ public:
     // Appends tokens to a sequence, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
     void prefill(int32_t sequence, const int64_t* ids, int64_t count, bool all, float* logits);
 
+    // Appends given tokens to some sequences, `ids` those of one after those of the other, many at once. What steps would
+    // compute is computed and counted as they do, each token by its own active columns. logits: [scored tokens][vocabulary].
+    // Throws as `step`, and std::invalid_argument where thresholds are controlled: those follow from the token before.
+    void teacher_forced(const std::vector<Continuation>& all, const int64_t* ids, bool sparse, float* logits);
+
 private:
     // The memory that each thread has for itself.
     struct Scratch {
@@ -212,6 +228,7 @@ private:
         Buffer<float> made;           // [2][hidden]: what experts make, where it is normed
         std::vector<Product> products;
         std::vector<int64_t> skipped;  // weights, of each sequence of a step, where thresholds are controlled
+        std::vector<int64_t> counted;  // what this thread has to add to `active_`
     };
     // The input of a product: the active columns of x.
     struct Input {
@@ -226,6 +243,12 @@ private:
     struct List {
         const int32_t* columns;
         int32_t count;
+    };
+
+    // Rows of the wide buffers that are of one sequence, `before` of whose tokens are in rows before them.
+    struct Segment {
+        int32_t sequence, first, count, before;
+        bool stepped;  // they run as steps
     };
 
     // A finished product: partial sums, and what they lack.
@@ -275,6 +298,8 @@ private:
 
     // decoder/step.cpp
     void activate(int layer, const float* gate, const float* up, int32_t n, float* y) const;
+    void worked(Phase phase, int thread) noexcept;
+    void meet(Phase phase, int thread) noexcept;
     void token(int64_t id, bool sparse, float* logits, int thread);
     void layers_from(int first, bool sparse, float* logits, int thread);
     Sums mixer(int layer, float* normed, bool sparse, int thread);
@@ -337,18 +362,30 @@ private:
 
     // decoder/prefill.cpp
     void grow_wide(int64_t positions);
-    void prefill_together(const int64_t* ids, int32_t count, int layers, float* logits, bool all, int thread);
+    void append(const std::vector<Continuation>& all, const int64_t* ids, bool sparse, float* logits);
+    void append_chunk(const int64_t* ids, int32_t count, float* logits);
+    void prefill_together(const int64_t* ids, int32_t count, int layers, float* logits, int thread);
     void last_position(int32_t count, float* logits, int thread);
     void mixer_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void mlp_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread);
     void matmul(const Site& site, const float* x, int32_t positions);
-    void mix_rows(int layer, int32_t positions, int thread);
+    void mix_rows(int layer, int32_t first, int32_t last, int thread);
     void append_rows(int layer, int32_t first, int32_t last);
+    void cache_rows(int layer, float* qkv, int32_t first, int32_t last);
+    void attend_rows(int layer, const float* qkv, int thread);
     void gate_attended(int layer, int32_t first, int32_t last);
     void gate_rows(int layer, int32_t first, int32_t last);
     void add_rows(const Site& site, const std::vector<float>& norm, int32_t first, int32_t last);
     void change_basis_of_rows(const Rows& basis, int32_t first, int32_t last, int32_t positions);
     void norm_rows(const std::vector<float>& weight, int32_t first, int32_t last);
+
+    // decoder/masked_rows.cpp
+    bool masks(const Site& at) const noexcept { return steps_some_ && sparse_rows_ && !at.threshold.empty(); }
+    const std::vector<float>& bias(const Site& at, int64_t row) const;
+    uint8_t* levels(const Site& at, int64_t row = 0);
+    void mask_rows(int layer, int site, float* x, int32_t first, int32_t last, int thread, int64_t times = 1);
+    void count_neurons(int layer, int32_t first, int32_t last, int thread);
+    int64_t mask_row(const Site& at, const float* threshold, int64_t row, float* x, uint8_t* levels, int thread);
 
     Model model_;
     const Shape& s_;
@@ -356,23 +393,30 @@ private:
     const AttentionShape& a_;
     const Kernels& k_;
     Pool pool_;
+    PhaseClock* clock_ = nullptr;
     int64_t stepped_ = 0;
     int own_layers_ = 0;  // layers from here on read keys and values of others alone
     std::vector<int64_t> active_;
-    Buffer<int32_t> all_;              // 0, 1, 2, ...
-    Buffer<float> partial_sums_[2];    // of neighbouring sites in turns: one may be read while the next is written
-    Buffer<float> sum_;                // of these, where they are too many for every thread to add all
-    Buffer<float> changed_;            // the hidden state in another basis
-    Buffer<float> per_layer_;          // [positions][layers][width]: inputs of blocks
-    Buffer<float> per_layer_gate_;     // [width] of the block at hand
-    std::vector<DeltaStates> states_;  // of each sequence
-    int32_t sequence_ = 0;             // the one at hand
-    Buffer<float> mamba_rows_;         // rows of attn_in of state-space models, [sequences][rows]
-    Buffer<float> delta_gates_;        // products of gates of delta nets, [positions][2 value_heads]
-    Buffer<float> wide_qkv_;           // [prefill_tokens][queries, keys, values], where attention has a gate or latents
-    Buffer<float> wide_latents_[2];    // [prefill_tokens][...], of queries, and of keys and values
-    Buffer<float> wide_turning_;       // [prefill_tokens][turning]
-    Buffer<float> wide_heads_;         // [prefill_tokens][heads][...]: queries, then what attention by latents gives
+    Buffer<int32_t> all_;            // 0, 1, 2, ...
+    Buffer<float> partial_sums_[2];  // of neighbouring sites in turns: one may be read while the next is written
+    Buffer<float> sum_;              // of these, where they are too many for every thread to add all
+    Buffer<float> changed_;          // the hidden state in another basis
+    Buffer<float> per_layer_;        // [positions][layers][width]: inputs of blocks
+    Buffer<float> per_layer_gate_;   // [width] of the block at hand
+    std::vector<Segment> segments_;  // that are prefilled together
+    std::vector<uint8_t> steps_;     // of their rows, whether it runs as a step
+    std::vector<int32_t> scored_;    // those that have logits
+    bool steps_some_ = false, sparse_rows_ = false;  // whether any does; whether these skip
+    Buffer<uint8_t> wide_levels_;                    // [prefill_tokens][columns], of a site with levels
+    Buffer<uint8_t> expert_levels_;                  // the same of the rows of an expert
+    std::vector<DeltaStates> states_;                // of each sequence
+    int32_t sequence_ = 0;                           // the one at hand
+    Buffer<float> mamba_rows_;                       // rows of attn_in of state-space models, [sequences][rows]
+    Buffer<float> delta_gates_;                      // products of gates of delta nets, [positions][2 value_heads]
+    Buffer<float> wide_qkv_;         // [prefill_tokens][queries, keys, values], where attention has a gate or latents
+    Buffer<float> wide_latents_[2];  // [prefill_tokens][...], of queries, and of keys and values
+    Buffer<float> wide_turning_;     // [prefill_tokens][turning]
+    Buffer<float> wide_heads_;       // [prefill_tokens][heads][...]: queries, then what attention by latents gives
     Buffer<float> attn_output_;
     Buffer<float> middle_;                // gate * up, of each expert that a token has
     Buffer<int32_t> listed_;              // active columns, each thread's range at a place of its own, for each level

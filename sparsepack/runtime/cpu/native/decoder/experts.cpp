@@ -209,12 +209,16 @@ void Decoder::experts_batch(int layer, int32_t batch, bool sparse, int thread) {
         if (thread == 0) active_[layer * SITES + MLP_IN + site] += all[site] / batch;
 }
 
-// The same, dense, for positions that are prefilled together, of which this thread has first ... last - 1: expert by
-// expert, the positions that have it side by side.
+// The same for positions that are prefilled together, of which this thread has first ... last - 1: expert by expert, the
+// positions that have it side by side.
 void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positions, int thread) {
     const Experts& e = *model_.layers[layer].experts;
+    const Site &in = model_.layers[layer].sites[MLP_IN], &mid = model_.layers[layer].sites[MLP_MID];
     const int64_t hidden = s_.hidden, n = model_.layers[layer].width, into = e.in->rows;
     const int32_t used = e.of_token(), stored = e.stored();
+    const uint8_t* in_levels = levels(in) ? expert_levels_.data() : nullptr;
+    uint8_t* mid_levels = levels(mid) ? expert_levels_.data() : nullptr;
+    int64_t& mid_counted = scratch_[thread].counted[layer * SITES + MLP_MID];
     const bool normed = !e.norm.empty();
     float* sums[2] = {wide_experts_.data(), wide_experts_.data() + positions * hidden};
     for (float* of : sums)
@@ -226,6 +230,7 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
     pool_.barrier();
     for (int64_t p = first; p < last; ++p)
         choose(e, routed_.data() + p * e.router->rows, chosen + p * used, wide_weights_.data() + p * used, thread);
+    mask_rows(layer, MLP_IN, wide_normed_.data(), first, last, thread, used);
     pool_.barrier();
     if (thread == 0) {
         int32_t places = positions * used;
@@ -242,20 +247,27 @@ void Decoder::expert_rows(int layer, int32_t first, int32_t last, int32_t positi
         if (!count) continue;
         int32_t from = int32_t(int64_t(count) * thread / pool_.threads());
         int32_t to = int32_t(int64_t(count) * (thread + 1) / pool_.threads());
-        for (int32_t i = from; i < to; ++i)
+        for (int32_t i = from; i < to; ++i) {
             memcpy(inner + i * hidden, wide_normed_.data() + here[i] / used * hidden, hidden * sizeof(float));
+            if (in_levels) memcpy(expert_levels_.data() + i * hidden, levels(in, here[i] / used), hidden);
+        }
         pool_.barrier();
-        share_matmul(k_, pool_, e.in[expert], inner, count, rows);
+        share_matmul(k_, pool_, e.in[expert], inner, count, rows, in_levels);
         pool_.barrier();
         for (int32_t i = from; i < to; ++i) {
             float *gate = rows + i * into, *y = inner + i * n;
             const float* bias = e.in_bias.empty() ? nullptr : e.in_bias.data() + expert * into;
             if (bias) k_.sum(bias, 0, 1, nullptr, int32_t(into), 1, gate);
             k_.gate(s_.activation, gate, gate + into - n, int32_t(n), y);
+            if (steps_some_) {
+                const float* threshold = mid.threshold.data() + (mid.has_levels() ? expert * n : 0);
+                uint8_t* own = mid_levels ? mid_levels + i * n : nullptr;
+                mid_counted += mask_row(mid, threshold, here[i] / used, y, own, thread);
+            }
             for (int64_t j = 0; j < n; ++j) y[j] *= wide_weights_.data()[here[i]];
         }
         pool_.barrier();
-        share_matmul(k_, pool_, e.mid[expert], inner, count, rows);
+        share_matmul(k_, pool_, e.mid[expert], inner, count, rows, mid_levels);
         pool_.barrier();
         for (int32_t i = from; i < to; ++i) {
             if (!e.mid_bias.empty()) add_bias(e, expert, wide_weights_.data()[here[i]], rows + i * hidden);

@@ -115,19 +115,17 @@ void KvCache::append_rows(int layer, float* qkv, int32_t first, int32_t last) {
     }
 }
 
-void KvCache::attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
-                          bool sparse) const {
+void KvCache::attend_item(int item, int layer, const float* qkv, int32_t before, int32_t count, float* y,
+                          float* scratch, bool sparse) const {
     const AttentionShape& shape = shapes_[layer];
     int32_t blocks = (count + BLOCK - 1) / BLOCK;
-    pool.share(blocks * shape.kv_heads, [&](int item, int) {
-        int32_t block = blocks - 1 - item / shape.kv_heads;  // the last see most: first
-        int32_t kv_head = item % shape.kv_heads, first = block * BLOCK, last = std::min(count, first + BLOCK);
-        int64_t head = int64_t(kv_head) * shape.gqa_ratio() * shape.head_dim;
-        int64_t q_stride = shape.qkv_rows(), y_stride = shape.q_rows();
-        attend(layer, kv_head, length_ + first,
-               {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch,
-                sparse});
-    });
+    int32_t block = blocks - 1 - item / shape.kv_heads;  // the last see most: first
+    int32_t kv_head = item % shape.kv_heads, first = block * BLOCK, last = std::min(count, first + BLOCK);
+    int64_t head = int64_t(kv_head) * shape.gqa_ratio() * shape.head_dim;
+    int64_t q_stride = shape.qkv_rows(), y_stride = shape.q_rows();
+    attend(layer, kv_head, length_ + before + first,
+           {qkv + first * q_stride + head, y + first * y_stride + head, q_stride, y_stride, last - first, scratch,
+            sparse});
 }
 
 DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> layers, std::vector<RotaryTable> tables,

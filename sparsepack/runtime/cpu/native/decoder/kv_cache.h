@@ -99,10 +99,12 @@ public:
     virtual int64_t scratch(int32_t positions) const = 0;
 
     // `append` and `attend` for the positions after the cached ones and all heads: qkv [count][qkv_rows] holds q, then
-    // k, then v, or q alone. One thread appends rows first ... last - 1; all threads of a pool's region attend, y [count][q_rows].
+    // k, then v, or q alone. One thread appends rows first ... last - 1. To attend, y [count][q_rows], threads share out items,
+    // of which so many positions have `attend_items`; `before`: positions that lie between the cached ones and these.
     void append_rows(int layer, float* qkv, int32_t first, int32_t last);
-    void attend_rows(Pool& pool, int layer, const float* qkv, int32_t count, float* y, float* scratch,
-                     bool sparse = false) const;
+    int attend_items(int layer, int32_t count) const { return (count + BLOCK - 1) / BLOCK * shapes_[layer].kv_heads; }
+    void attend_item(int item, int layer, const float* qkv, int32_t before, int32_t count, float* y, float* scratch,
+                     bool sparse) const;
 
 protected:
     // `copy` of a cache of the same kind and size, but for the length.

@@ -98,7 +98,7 @@ void Decoder::attend_latent(const Sums& q, const Sums& kv, const float* turning,
     memcpy(y, read_q, of.value * sizeof(float));
 }
 
-// Many positions, dense: from the products of attn_in in `wide_rows_` to the inputs of attn_out in `wide_heads_`. Of positions
+// Many positions: from the products of attn_in in `wide_rows_` to the inputs of attn_out in `wide_heads_`. Of positions
 // first ... last - 1 this thread does what lies between two products.
 void Decoder::attend_latent_rows(int number, int32_t first, int32_t last, int32_t positions, int thread) {
     const Layer& layer = model_.layers[number];
@@ -108,7 +108,7 @@ void Decoder::attend_latent_rows(int number, int32_t first, int32_t last, int32_
     float* own = scratch_[thread].latents.data();
     for (int64_t p = first; p < last; ++p) {
         const float* from = wide_rows_.data() + p * rows;
-        Sums into = {from, 0, 1, &in.bias, rows};
+        Sums into = {from, 0, 1, &bias(in, p), rows};
         read_latents(into, of, own);
         if (of.q_rank)
             memcpy(wide_latents_[0].data() + p * of.q_rank, own, of.q_rank * sizeof(float));
@@ -117,11 +117,15 @@ void Decoder::attend_latent_rows(int number, int32_t first, int32_t last, int32_
         memcpy(wide_latents_[1].data() + p * of.kv_rank, own + of.q_rank, of.kv_rank * sizeof(float));
         memcpy(wide_turning_.data() + p * of.turning, own + of.q_rank + of.kv_rank, of.turning * sizeof(float));
     }
-    pool_.barrier();
     if (of.q_rank) {
-        share_matmul(k_, pool_, *layer.sites[ATTN_Q_B].matrix, wide_latents_[0].data(), positions, wide_heads_.data());
+        const Site& site = layer.sites[ATTN_Q_B];
+        mask_rows(number, ATTN_Q_B, wide_latents_[0].data(), first, last, thread);
+        pool_.barrier();
+        share_matmul(k_, pool_, *site.matrix, wide_latents_[0].data(), positions, wide_heads_.data(), levels(site));
         pool_.barrier();
     }
+    mask_rows(number, ATTN_KV_B, wide_latents_[1].data(), first, last, thread);
+    pool_.barrier();
     matmul(layer.sites[ATTN_KV_B], wide_latents_[1].data(), positions);
     pool_.barrier();
     const Site &queries = layer.sites[ATTN_Q_B], &keys = layer.sites[ATTN_KV_B];
@@ -130,8 +134,8 @@ void Decoder::attend_latent_rows(int number, int32_t first, int32_t last, int32_
     for (int64_t p = first; p < last; ++p) {
         float* qkv = wide_qkv_.data() + p * a_.qkv_rows();
         for (int32_t head = 0; head < a_.heads; ++head) {
-            Sums q = {wide_heads_.data() + p * q_rows, 0, 1, of.q_rank ? &queries.bias : &NO_BIAS, q_rows};
-            Sums kv = {wide_rows_.data() + p * keys.matrix->rows, 0, 1, &keys.bias, keys.matrix->rows};
+            Sums q = {wide_heads_.data() + p * q_rows, 0, 1, of.q_rank ? &bias(queries, p) : &NO_BIAS, q_rows};
+            Sums kv = {wide_rows_.data() + p * keys.matrix->rows, 0, 1, &bias(keys, p), keys.matrix->rows};
             read(q, int64_t(head) * of.query(), of.query(), read_q);
             read(kv, head * of_head, of_head, read_kv);
             join_latent(of, read_q, read_kv, wide_turning_.data() + p * of.turning, heads);
@@ -139,10 +143,9 @@ void Decoder::attend_latent_rows(int number, int32_t first, int32_t last, int32_
                 memcpy(qkv + (int64_t(part) * a_.heads + head) * width, heads + part * width, width * sizeof(float));
         }
     }
-    cache_->append_rows(layer.kept, wide_qkv_.data(), first, last);
+    cache_rows(number, wide_qkv_.data(), first, last);
     pool_.barrier();
-    cache_->attend_rows(pool_, layer.kept, wide_qkv_.data(), positions, wide_inner_.data(),
-                        scratch_[thread].attention.data());
+    attend_rows(number, wide_qkv_.data(), thread);
     pool_.barrier();
     for (int64_t p = first; p < last; ++p)
         for (int64_t head = 0; head < a_.heads; ++head)

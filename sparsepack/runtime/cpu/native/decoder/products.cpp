@@ -124,7 +124,7 @@ void Decoder::add_to(float* x, const Sums& sums, const std::vector<float>& norm,
     if (sums.slices * rows > MOST_READ_BY_ALL) {
         int64_t first = rows * thread / pool_.threads(), last = rows * (thread + 1) / pool_.threads();
         read(sums, first, last - first, sum_.data() + first);
-        pool_.barrier();
+        meet(LISTS, thread);
         y = sum_.data();
     } else if (norm.empty()) {
         return read(sums, 0, rows, x, true);

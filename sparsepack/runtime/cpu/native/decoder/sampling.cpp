@@ -7,7 +7,8 @@
 namespace sparsepack {
 namespace {
 
-constexpr int64_t RANGE = 4096;  // logits that are summed at once
+constexpr int64_t RANGE = 4096;   // logits that are summed, or compared, at once
+constexpr int SHARED_RANGES = 8;  // fewer take less time than waking the threads
 constexpr double FIRST_DEPTH = 8;
 
 // The largest, NaN if there is one.
@@ -36,9 +37,23 @@ float largest(const float* x, int64_t n) {
 }  // namespace
 
 int64_t Sampler::choose(const float* logits, int64_t n, const Sampling& how, Pool& pool, float* best) {
-    *best = largest(logits, n);
+    // Of each range its largest; of many ranges by the threads that wrote the logits, and have them in their caches.
+    largest_.resize((n + RANGE - 1) / RANGE);
+    auto of_range = [&](int range, int) {
+        int64_t first = range * RANGE;
+        largest_[range] = largest(logits + first, std::min(RANGE, n - first));
+    };
+    const int ranges = int(largest_.size());
+    if (ranges >= SHARED_RANGES)
+        pool.run([&](int) { pool.share(ranges, of_range); });
+    else
+        for (int range = 0; range < ranges; ++range) of_range(range, 0);
+    *best = largest(largest_.data(), ranges);
     if (!std::isfinite(*best)) return -1;
-    if (how.temperature == 0) return std::find(logits, logits + n, *best) - logits;
+    if (how.temperature == 0) {
+        int64_t first = (std::find(largest_.begin(), largest_.end(), *best) - largest_.begin()) * RANGE;
+        return std::find(logits + first, logits + n, *best) - logits;
+    }
     int64_t kept = how.top_k ? std::min(how.top_k, n) : n;
     double all = kept == n ? total(logits, n, *best, how.temperature, pool) : 0;
     // The likeliest tokens in order, as many as the choice needs: a deeper list if it is not among these.

@@ -32,6 +32,7 @@ private:
     double total(const float* logits, int64_t n, float best, double temperature, Pool& pool);
 
     std::vector<Candidate> candidates_;
+    std::vector<float> largest_;  // of each range
     std::vector<double> cumulative_, sums_;
 };
 

@@ -22,7 +22,9 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
     for (int32_t i = 0; i < count; ++i) states_[sequences[i]].tokens = -1;
     if (count == 1) {
         cache_ = batch_caches_[0], sequence_ = sequences[0];
+        if (clock_) clock_->begin();
         pool_.run([&](int thread) { token(*ids, sparse, logits, thread); });
+        if (clock_) clock_->all_waited(OUTPUT);
     } else {
         grow_wide(count);
         pool_.run([&](int thread) { tokens(ids, count, sparse, logits, thread); });
@@ -33,6 +35,18 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
         states_[sequences[i]].tokens = batch_caches_[i]->length();
     }
     ++stepped_;
+}
+
+// A thread's work on a phase ends, and what it does next is of another.
+void Decoder::worked(Phase phase, int thread) noexcept {
+    if (clock_) clock_->worked(phase, thread);
+}
+
+// A phase ends: waits for the other threads.
+void Decoder::meet(Phase phase, int thread) noexcept {
+    worked(phase, thread);
+    pool_.barrier();
+    if (clock_) clock_->waited(phase, thread);
 }
 
 void Decoder::token(int64_t id, bool sparse, float* logits, int thread) {
@@ -62,17 +76,20 @@ void Decoder::layers_from(int first, bool sparse, float* logits, int thread) {
         scale(number, 1, x);
     }
     norm(x, model_.output_norm, normed);
+    worked(LISTS, thread);
     share_matmul(k_, pool_, model_.output, normed, 1, logits);
     cap_logits(logits, 1, thread);
+    worked(OUTPUT, thread);
 }
 
 // What attention, or what a block has in its place, makes of its input.
 Decoder::Sums Decoder::mixer(int number, float* normed, bool sparse, int thread) {
     const Layer& layer = model_.layers[number];
     Input input = select(number, ATTN_IN, normed, sparse, thread);
+    worked(LISTS, thread);
     multiply(input);
     if (layer.delta_net) multiply_gates(number, normed, 1, thread);
-    pool_.barrier();
+    meet(ATTN_IN_PRODUCT, thread);
     if (layer.keeps_state()) {
         mix(sums(input), number, &sequence_, 1, attn_output_.data(), thread);
     } else if (layer.latent) {
@@ -83,10 +100,11 @@ Decoder::Sums Decoder::mixer(int number, float* normed, bool sparse, int thread)
             attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
         });
     }
-    pool_.barrier();
+    meet(ATTENTION, thread);
     input = select_normed(number, ATTN_OUT, attn_output_.data(), layer.attn_sub_norm, sparse, thread);
+    worked(LISTS, thread);
     multiply(input);
-    pool_.barrier();
+    meet(ATTN_OUT_PRODUCT, thread);
     return sums(input);
 }
 
@@ -106,12 +124,14 @@ Decoder::Sums Decoder::mlp(int number, float* normed, bool sparse, int thread) {
         return neurons(sums, normed, number, sparse, thread);
     }
     Input input = select(number, MLP_IN, normed, sparse, thread);
+    worked(LISTS, thread);
     multiply(input);
-    pool_.barrier();
+    meet(MLP_IN_PRODUCT, thread);
     if (layer.neurons) return neurons(sums(input), normed, number, sparse, thread);
     input = gate(input, number, sparse, thread);
+    worked(LISTS, thread);
     multiply(input);
-    pool_.barrier();
+    meet(MLP_MID_PRODUCT, thread);
     return sums(input);
 }
 
@@ -288,7 +308,7 @@ int32_t* Decoder::list(int64_t columns, int thread) const {
 // are.
 int32_t Decoder::gather(int64_t columns, int32_t count, int thread) {
     counts_.data()[16 * thread] = count;
-    pool_.barrier();
+    meet(GATE, thread);
     int32_t *indices = scratch_[thread].indices.data(), total = 0;
     for (int other = 0; other < pool_.threads(); ++other) {
         int32_t active = counts_.data()[16 * other];
@@ -305,7 +325,7 @@ int32_t* Decoder::level_list(int64_t columns, int32_t level, int thread) const {
 // The same of lists for each level, this thread's with counts [PLANES] entries.
 Active Decoder::gather_levels(int64_t columns, const int32_t* counts, int thread) {
     memcpy(counts_.data() + 16 * thread, counts, PLANES * sizeof(int32_t));
-    pool_.barrier();
+    meet(GATE, thread);
     return join_levels(scratch_[thread].indices.data(), pool_.threads(), [&](int32_t level, int other) {
         return List{level_list(columns, level, other), counts_.data()[16 * other + level]};
     });
@@ -328,7 +348,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
         activate(layer, x, up, n, x);
     }
     if (const std::vector<float>& norm = model_.layers[layer].mlp_sub_norm; !norm.empty()) {
-        pool_.barrier();
+        meet(GATE, thread);
         return select_normed(layer, MLP_MID, middle_.data(), norm, sparse, thread);
     }
     if (n && sparse && site.has_levels()) {
@@ -341,7 +361,7 @@ Decoder::Input Decoder::gate(const Input& input, int layer, bool sparse, int thr
         count = k_.collect(x, offset, threshold, per_channel, n, first, x, list(width, thread));
     }
     if (!sparse) {
-        pool_.barrier();
+        meet(GATE, thread);
         return whole(layer, MLP_MID, middle_.data(), thread);
     }
     Active active = {own.indices.data(), 0};

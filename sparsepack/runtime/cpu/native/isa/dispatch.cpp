@@ -72,14 +72,17 @@ Encoders encoders(const std::string& name) {
     const Kernels* set = &kernels(name);
 #ifdef SPARSEPACK_AVX512
     if (set == &avx512_kernels)
-        return {encode_q4_k_avx512, encode_q6_k_avx512, encode_q6_p_avx512, quantise_avx512, balance_avx512};
+        return {encode_q4_k_avx512,   encode_q6_k_avx512, encode_q6_p_avx512, quantise_avx512,
+                feedback_q6_p_avx512, balance_avx512,     int8_avx512};
 #endif
 #ifdef SPARSEPACK_AVX2
     if (set != &scalar_kernels)
-        return {encode_q4_k_avx2, encode_q6_k_avx2, encode_q6_p_avx2, quantise_avx2, balance_avx2};
+        return {encode_q4_k_avx2,   encode_q6_k_avx2, encode_q6_p_avx2, quantise_avx2,
+                feedback_q6_p_avx2, balance_avx2,     int8_avx2};
 #endif
     (void)set;
-    return {encode_q4_k_plain, encode_q6_k_plain, encode_q6_p_plain, quantise_plain, balance_plain};
+    return {encode_q4_k_plain,   encode_q6_k_plain, encode_q6_p_plain, quantise_plain,
+            feedback_q6_p_plain, balance_plain,     int8_plain};
 }
 
 }  // namespace sparsepack

@@ -4,6 +4,8 @@
 #include "quantise/balance.h"
 #include "quantise/encode.h"
 #include "quantise/q4_k.h"
+#include "quantise/int8.h"
+#include "quantise/q6_p.h"
 
 #include <string>
 #include <vector>
@@ -16,11 +18,13 @@ std::vector<std::string> instruction_sets();
 // The kernels of a usable instruction set; throws std::invalid_argument for any other name.
 const Kernels& kernels(const std::string& name);
 
-// What packs a model, of one instruction set.
+// What packs a model or quantises inputs, of one instruction set.
 struct Encoders {
     Encode q4_k, q6_k, q6_p;
-    QuantiseBand feedback;  // Q4_K
+    QuantiseBand feedback_q4_k;
+    QuantiseGroup feedback_q6_p;
     Balance balance;
+    Int8Kernels int8;
 };
 
 // The encoders of a usable instruction set, or of the nearest one that has its own; throws as `kernels`.

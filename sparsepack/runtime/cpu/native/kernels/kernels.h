@@ -51,6 +51,9 @@ struct MatmulWork {
     int64_t x_stride, y_stride;
     int32_t positions;
     LevelRanges levels = {};  // as in GemvWork
+    // [positions][x_stride]: the level of each column for each position, 0: not read; null: `levels` are those of all. Of a
+    // matrix of planes, all columns.
+    const uint8_t* own_levels = nullptr;
 };
 
 // Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions -

@@ -1,13 +1,10 @@
 // How a zigzag matrix of planes (Q6_P) lies in memory while it runs. Plain structs and inline arithmetic: every instruction
 // set includes this.
 //
-// A token reads the first planes of a column, and of another column other ones. So what is read together lies together, of
-// all columns of a span (layout.h) side by side, each part from a new cache line on:
+// A token reads the first planes of a column, and of another column other ones. So what an active column reads of a span
+// (layout.h) is one run of memory, from its first byte on; each column and its plane 1 begin on a new cache line:
 //
-//     span:  scales of column 0 | of column 1 | ...
-//            plane 1 of column 0 | of column 1 | ...
-//            planes 2 and 3 of column 0 | of column 1 | ...
-//            planes 4 and 5 of column 0 | of column 1 | ...
+//     span:  column 0: scales | plane 1 | planes 2 and 3 | planes 4 and 5;  column 1: scales | ...
 //
 // The unit of planes is a chunk of 128 rows, two groups of 64: 32 bytes of plane 1 and 16 of each of the others. Bits of row
 // 16 f + p of a group, f from 0 to 3, are in byte p: of plane 1 of the group's own 16 bytes bits 2 f and 2 f + 1; of another
@@ -46,10 +43,10 @@ struct PlaneScales {
 static_assert(sizeof(PlaneScales) == 32, "PlaneScales");
 static inline int32_t plane_slot(int32_t group) { return group / 8 * 8 + group % 2 * 4 + group % 8 / 2; }
 
-// Where the parts of a span begin, and how far the next column is.
+// Where the parts of a span's first column begin, and how far the next column is.
 struct PlanesSpan {
     const uint8_t *scales, *parts[PLANE_PARTS];
-    int64_t scales_stride, stride;
+    int64_t stride;
     int32_t quads, chunks, absent;
     int64_t columns;
     const uint8_t* bounds;  // [quads][columns]
@@ -61,16 +58,18 @@ static inline int32_t plane_chunks(const Zigzag* m, int32_t span) {
 static inline int64_t whole_lines(int64_t bytes) { return (bytes + 63) & ~(int64_t)63; }
 // The first part that has planes after so many.
 static inline int32_t first_part(int32_t absent) { return (absent + 1) / 2; }
-static inline int64_t planes_span_bytes(int64_t columns, int32_t quads, int32_t chunks, int32_t absent) {
-    return whole_lines(columns * quads * (int64_t)sizeof(PlaneScales)) +
-           (PLANE_PARTS - first_part(absent)) * whole_lines(columns * chunks * (int64_t)CHUNK_PART_BYTES);
+// Of one column of a span.
+static inline int64_t planes_stride(int32_t quads, int32_t chunks, int32_t absent) {
+    return whole_lines(quads * (int64_t)sizeof(PlaneScales)) +
+           whole_lines((PLANE_PARTS - first_part(absent)) * chunks * (int64_t)CHUNK_PART_BYTES);
 }
 // All spans of a matrix. After them come the bounds, uint8 [quads][columns]: the largest s of a column's groups.
 static inline int64_t planes_bytes(const Zigzag* m) {
     int32_t last = spans(m) - 1, chunks = plane_chunks(m, last);
     int32_t quads = (chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
-    return last * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS, m->absent) +
-           planes_span_bytes(m->columns, quads, chunks, m->absent) + PLANE_SLACK;
+    return m->columns * (last * planes_stride(m->span, m->span * QUAD_PLANE_CHUNKS, m->absent) +
+                         planes_stride(quads, chunks, m->absent)) +
+           PLANE_SLACK;
 }
 static inline int64_t plane_bounds_bytes(const Zigzag* m) { return quads(m) * m->columns; }
 static inline PlanesSpan planes_span(const Zigzag* m, int32_t span) {
@@ -78,14 +77,13 @@ static inline PlanesSpan planes_span(const Zigzag* m, int32_t span) {
     at.columns = m->columns;
     at.chunks = plane_chunks(m, span);
     at.quads = (at.chunks + QUAD_PLANE_CHUNKS - 1) / QUAD_PLANE_CHUNKS;
-    at.scales_stride = at.quads * (int64_t)sizeof(PlaneScales);
-    at.stride = at.chunks * (int64_t)CHUNK_PART_BYTES;
-    at.scales = m->data + span * planes_span_bytes(m->columns, m->span, m->span * QUAD_PLANE_CHUNKS, m->absent);
     at.absent = m->absent;
-    at.parts[0] = at.scales + whole_lines(m->columns * at.scales_stride);
+    at.stride = planes_stride(at.quads, at.chunks, m->absent);
+    at.scales = m->data + span * m->columns * planes_stride(m->span, m->span * QUAD_PLANE_CHUNKS, m->absent);
+    at.parts[0] = at.scales + whole_lines(at.quads * (int64_t)sizeof(PlaneScales));
     at.bounds = m->data + planes_bytes(m) + span * m->span * m->columns;
     for (int32_t i = 1; i < PLANE_PARTS; i++)
-        at.parts[i] = at.parts[i - 1] + (i > first_part(m->absent) ? whole_lines(m->columns * at.stride) : 0);
+        at.parts[i] = at.parts[i - 1] + (i > first_part(m->absent) ? at.chunks * (int64_t)CHUNK_PART_BYTES : 0);
     return at;
 }
 

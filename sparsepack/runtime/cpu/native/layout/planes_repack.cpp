@@ -29,7 +29,7 @@ void gather_bits(const uint8_t* bits, int64_t upper, int32_t from, int32_t more,
 
 // Group `from` of a superblock of the file becomes group `group` of a column of a span.
 void pack_group(const Q6PBlock& block, int32_t from, const PlanesSpan& to, int64_t column, int32_t group) {
-    auto& scales = ((PlaneScales*)(to.scales + column * to.scales_stride))[group / QUAD_GROUPS];
+    auto& scales = ((PlaneScales*)(to.scales + column * to.stride))[group / QUAD_GROUPS];
     int32_t slot = plane_slot(group % QUAD_GROUPS);
     scales.s[slot] = block.s[from];
     uint8_t& bound = const_cast<uint8_t*>(to.bounds)[group / QUAD_GROUPS * to.columns + column];

@@ -1,4 +1,4 @@
-// Memory for matrices, and pages of mapped files.
+// Memory for matrices.
 #pragma once
 #include <stddef.h>
 #include <stdint.h>
@@ -29,9 +29,5 @@ private:
     void* mapping_ = nullptr;
     size_t mapped_ = 0;
 };
-
-// Gives whole pages inside [data, data + bytes) back to the system where they are an unchangeable view of a file, which
-// is read again if they are needed again. Returns whether they were; other memory stays as it is.
-bool give_back(const void* data, size_t bytes);
 
 }  // namespace sparsepack

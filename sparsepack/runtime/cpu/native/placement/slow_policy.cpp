@@ -9,8 +9,6 @@
 namespace sparsepack {
 namespace {
 
-using Clock = std::chrono::steady_clock;
-
 // While a sequence goes on, the thread looks for tokens this often; for so long after one. Waking it would cost the caller
 // more than all else that it does here.
 constexpr std::chrono::microseconds LOOK{200};

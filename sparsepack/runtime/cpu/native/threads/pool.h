@@ -1,6 +1,8 @@
 // Persistent worker threads. A region runs one function on all of them; within it they meet at barriers and take work
 // items from a counter.
 #pragma once
+#include "system/system.h"
+
 #include <atomic>
 #include <chrono>
 #include <memory>
@@ -10,12 +12,6 @@ namespace sparsepack {
 
 // Longer than Python takes between two tokens, shorter than anyone notices.
 constexpr std::chrono::microseconds SPIN_BETWEEN_REGIONS{80};
-
-// Tells the processor that a thread spins.
-void pause() noexcept;
-
-// The number of the process, which a fork changes.
-long process() noexcept;
 
 // Workers spin for some tens of microseconds after a region and then sleep: an idle pool costs no CPU. Regions come
 // from one thread at a time. A process that forks may go on using its pool: the child starts workers of its own.
@@ -42,12 +38,25 @@ public:
 
     // In a region: calls item(number, next) for each number below `items` that no other thread took since the last
     // barrier. `next` is the number that this thread takes afterwards, -1 for none: time to fetch its data ahead.
+    //
+    // The first items, one for each thread, are nobody's `next`: who comes early would take those of who comes late.
     template <class Item>
     void share(int items, Item&& item) noexcept {
-        for (int here = take(); here < items;) {
-            int next = take();
-            item(here, next < items ? next : -1);
-            here = next;
+        const int first = items < threads_ ? items : threads_;
+        auto take_first = [&] {
+            int number = take(0);
+            return number < first ? number : -1;
+        };
+        auto take_next = [&] {
+            int number = threads_ + take(1);
+            return number < items ? number : -1;
+        };
+        int here = take_first();
+        if (here < 0) here = take_next();
+        while (here >= 0) {
+            int next = take_next();
+            item(here, next);
+            here = next < 0 ? take_first() : next;
         }
     }
 
@@ -57,7 +66,7 @@ private:
 
     void start(Call call, void* body);
     void spawn();
-    int take() noexcept;
+    int take(int counter) noexcept;  // 0: of first items; 1: of the others
 
     int threads_;
     std::chrono::duration<double> spin_;

@@ -112,7 +112,8 @@ void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float
     share_gemvs(kernels, pool, &one, 1, partial_sums);
 }
 
-void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, int32_t positions, float* y) {
+void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, int32_t positions, float* y,
+                  const uint8_t* levels) {
     int32_t groups = (ITEMS_PER_THREAD * pool.threads() + quads(&m) - 1) / quads(&m);
     groups = std::max(1, std::min(groups, positions / LEAST_GROUP));
     int32_t size = ((positions + groups - 1) / groups + 15) & ~15;
@@ -130,7 +131,8 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const flo
                            m.columns,
                            m.rows,
                            here,
-                           level_ranges(&whole, int32_t(m.columns))};
+                           level_ranges(&whole, int32_t(m.columns)),
+                           levels ? levels + first * m.columns : nullptr};
         kernels.zigzag_matmul(&work);
     });
 }

@@ -58,8 +58,9 @@ void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& matrix, cons
                   int32_t positions, float* partial_sums);
 
 // y[positions][rows] = x[positions][columns] W^T
-void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, int32_t positions,
-                  float* y);
+// levels: MatmulWork::own_levels.
+void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& matrix, const float* x, int32_t positions, float* y,
+                  const uint8_t* levels = nullptr);
 void share_matmul(const Kernels& kernels, Pool& pool, const Rows& matrix, const float* x, int32_t positions, float* y);
 
 // partial_sums[slice][hidden] = sum over the active neurons of gate (up . x) down; input: what neuron_input made of x.

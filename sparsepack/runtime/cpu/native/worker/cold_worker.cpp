@@ -54,7 +54,7 @@ ColdWorker::ColdWorker(const Kernels& kernels, std::vector<const Neurons*> recor
       memory_(memory),
       threads_(threads),
       limit_(limit),
-      crowded_(threads + 1 > int(std::thread::hardware_concurrency())),
+      crowded_(threads + 1 > usable_processors()),
       pool_(threads, SPIN_AFTER_STEP),
       owner_(process()),
       deals_(layout.blocks + layout.products.size()),

@@ -1,14 +1,13 @@
 // Words that two sides share, and waiting for what the other side writes there.
 #pragma once
 
-#include "threads/pool.h"
+#include "system/system.h"
 
 #include <chrono>
 #include <thread>
 
 namespace sparsepack {
 
-using Clock = std::chrono::steady_clock;
 using Seconds = std::chrono::duration<double>;
 
 constexpr std::chrono::microseconds NAP{20};
