@@ -6,15 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from sparsepack.runtime.generation.sampling import TokenLogprob
+from sparsepack.serve.liberal import Json
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import TextParameters
 from sparsepack.serve.ticket import Finish, TextDelta, Timings
 from sparsepack.serve.tools import AnswerParser, ParsedText, PlainTextParser
-
-Json = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -146,9 +144,13 @@ class AnswerWriter(ABC):
         """Return what a stream has in place of the rest, where the answer failed."""
 
 
+_LINE_ENDS = str.maketrans({"\x85": r"\u0085", "\u2028": r"\u2028", "\u2029": r"\u2029"})
+"""Ends of lines for clients that split a stream as Python's `str.splitlines` does, such as Ollama's."""
+
+
 def json_bytes(body: Json | list[Json]) -> bytes:
-    """Return a body in UTF-8, without spaces."""
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).encode()
+    """Return a body in UTF-8, without spaces, in one line."""
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":")).translate(_LINE_ENDS).encode()
 
 
 def server_sent(body: Json, event: str | None = None) -> bytes:

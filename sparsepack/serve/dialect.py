@@ -3,18 +3,17 @@ its parts."""
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
 from sparsepack.errors import UserError
 from sparsepack.loading import Model
 from sparsepack.models.tokenizer.chat import writes_role
+from sparsepack.serve.liberal import Json
 from sparsepack.serve.reasoning import THINK, Reasoning, ReasoningParser, reasoning_format
 from sparsepack.serve.tool_formats import HERMES, Functions, generic_messages, tool_format
 from sparsepack.serve.tools import AnswerParser, PlainTextParser, ToolCallParser
-
-Json = Mapping[str, Any]
 
 _NEEDLE = "needle"
 _LOOKUP = {"type": "function", "function": {"name": _NEEDLE, "description": _NEEDLE, "parameters": {}}}

@@ -186,7 +186,9 @@ class Grammars:
             written = [self._literal(part) if n % 2 == 0 else varying[part] for n, part in enumerate(parts)]
             rules.append(f"call_{number}: {' '.join(written)}")
             with _refusals(param):
-                rules += self._arguments(format, f"arguments_{number}", parameters or NO_ARGUMENTS)
+                # Without a type a schema takes a text or a list, too, which is no call's arguments.
+                schema = {"type": "object", **parameters} if parameters else NO_ARGUMENTS
+                rules += self._arguments(format, f"arguments_{number}", schema)
         return self._constraint("\n".join(rules), param, reasoning, calls=True)
 
     def of_optional_calls(

@@ -11,7 +11,7 @@ from pydantic_core import PydanticCustomError, from_json
 
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.progress import say
-from sparsepack.runtime.options import GENERATE_NAMES
+from sparsepack.runtime.options import GENERATE_NAMES, unsupported_option
 
 Json = dict[str, Any]
 
@@ -50,13 +50,9 @@ def unsupported(name: str, reason: str) -> PydanticCustomError:
 
 def check_neutral(body: Mapping[str, Any], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Raise `unsupported` for a parameter that is neither null nor one of the values with which it does nothing."""
-    for name, accepted in neutral.items():
-        value = body.get(name)
-        same = (type(value) is type(other) and value == other for other in accepted)  # Python has true for 1
-        if value is not None and not any(same):
-            values = " or ".join(json.dumps(other) for other in accepted)
-            remedy = f"; leave it out{f' or give {values}' if accepted else ''}"
-            raise unsupported(name, f"not supported by this server{remedy}")
+    if found := unsupported_option(body, neutral):
+        name, remedy = found
+        raise unsupported(name, f"not supported by this server; {remedy}")
 
 
 def check_strict(body: Mapping[str, Any]) -> None:
@@ -78,8 +74,7 @@ def check_strict(body: Mapping[str, Any]) -> None:
 def standard_form(body: Json) -> Json:
     """Return a body in the form of `schema.TextParameters`: null is left out, and what others spell otherwise is
     written as there. Raises `unsupported`."""
-    if "max_tokens" in body and body["max_tokens"] is None:
-        body = {**body, "max_tokens": -1}
+    unlimited = "max_tokens" in body and body["max_tokens"] is None
     body = {name: value for name, value in body.items() if value is not None}
     if "repetition_penalty" in body:  # transformers' and vLLM's counts every token, llama.cpp's the last 64
         body.setdefault("repeat_last_n", -1)
@@ -87,6 +82,8 @@ def standard_form(body: Json) -> Json:
         if name in body:
             body.setdefault(standard, body.pop(name))
             body.pop(name, None)
+    if unlimited:
+        body.setdefault("max_tokens", -1)
     for name, rewrite in _REWRITTEN.items():
         if name in body and (value := rewrite(body.pop(name))) is not None:
             body[name] = value

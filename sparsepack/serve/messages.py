@@ -132,6 +132,12 @@ class Function(Part):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
 
+    @model_validator(mode="after")
+    def _check_parameters(self) -> "Function":
+        if (kind := (self.parameters or {}).get("type", "object")) != "object":
+            raise unsupported("parameters", f'type {json.dumps(kind)[:60]}: expected a schema of type "object"')
+        return self
+
 
 class Tool(Part):
     """A tool; functions are the only ones."""

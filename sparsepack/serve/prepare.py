@@ -49,20 +49,23 @@ class Prompts:
         )
         self.max_body_bytes = min(MAX_BODY_BYTES, needed)
 
-    def plain(self, prompt: str | Sequence[int], add_special: bool = True) -> list[int]:
+    def plain(self, prompt: str | Sequence[int], add_special: bool = True, fits: bool = True) -> list[int]:
         """The tokens of a prompt, with what the tokenizer puts before a text, or without; those that are given as such
-        stay as they are. Raises `Refusal`."""
+        stay as they are. Raises `Refusal`.
+
+        fits -- refuse what does not fit into the context
+        """
         if not isinstance(prompt, str):
             if len(prompt) > self.context:
                 raise self._too_long(f"{len(prompt):,} tokens of prompt", "prompt")
             if max(prompt) >= (vocabulary := self._architecture.vocabulary):
                 raise Refusal(400, f"prompt: token {max(prompt)}; the model has 0 to {vocabulary - 1}", "prompt")
             return list(prompt)
-        return self._tokens(prompt, "prompt", from_template=not add_special) if prompt or add_special else []
+        return self._tokens(prompt, "prompt", not add_special, fits) if prompt or add_special else []
 
-    def chat(self, prompt: str) -> list[int]:
-        """The tokens of a conversation as the chat template writes it. Raises `Refusal`."""
-        return self._tokens(prompt, "messages", from_template=True)
+    def chat(self, prompt: str, fits: bool = True) -> list[int]:
+        """The tokens of a conversation as the chat template writes it; `fits` as for `plain`. Raises `Refusal`."""
+        return self._tokens(prompt, "messages", from_template=True, fits=fits)
 
     def checked_tokens(self, prompt: int, request: int | None) -> int:
         """How many tokens to make at most after a prompt of so many; None asks for as many as there is room for.
@@ -78,9 +81,9 @@ class Prompts:
         message = f"{what}; this model's maximum context length is {self.context} tokens here: {remedy}"
         return Refusal(400, message, param, "context_length_exceeded")
 
-    def _tokens(self, prompt: str, param: str, from_template: bool = False) -> list[int]:
+    def _tokens(self, prompt: str, param: str, from_template: bool, fits: bool) -> list[int]:
         size = len(prompt.encode(errors="surrogatepass"))
-        if self.max_prompt_bytes is not None and size > self.max_prompt_bytes:
+        if fits and self.max_prompt_bytes is not None and size > self.max_prompt_bytes:
             # Nothing is made of what cannot fit: four million bytes take a core for seconds.
             raise self._too_long(f"{size:,} bytes of prompt, of which {self.max_prompt_bytes:,} can fit", param)
         try:
@@ -88,7 +91,7 @@ class Prompts:
             ids = prompt_tokens(self._tokenizer, prompt, numbers.bos, numbers.vocabulary, from_template)
         except UserError as error:
             raise Refusal(400, str(error), param) from error
-        if len(ids) > self.context:
+        if fits and len(ids) > self.context:
             raise self._too_long(f"{len(ids):,} tokens of prompt", param)
         return ids
 
@@ -154,8 +157,8 @@ class RequestPreparer:
         )
 
     def chat_tokens(self, request: ChatRequest) -> list[int]:
-        """Return a chat's prompt in tokens. Raises `Refusal`."""
-        return self._prompts.chat(self.chat_text(request))
+        """Return a chat's prompt in tokens, which may be longer than the context. Raises `Refusal`."""
+        return self._prompts.chat(self.chat_text(request), fits=False)
 
     def chat_text(self, request: ChatRequest) -> str:
         """Return a chat's prompt as text. Raises `Refusal`."""

@@ -1,7 +1,8 @@
 """The bodies of requests: parameters of OpenAI's protocol, and those that most of its servers add.
 
 Each parameter has one of three fates. It does something; or it can have no influence on the text and is ignored
-(`IGNORED`); or it would have one that this server does not have, and is taken with its neutral value alone (`NEUTRAL`).
+(`IGNORED`); or it would have one that this server does not have, and is taken with its neutral value alone
+(`runtime.options.NEUTRAL`).
 Other names and forms of a value become the one that stands here in `liberal`. A field that is not known is ignored, and
 named once in the log; `strict` refuses it.
 """
@@ -24,6 +25,7 @@ from pydantic import (
 
 from sparsepack.option import LARGEST_COUNT
 from sparsepack.runtime.generation.sampling import LARGEST_PENALTY
+from sparsepack.runtime.options import NEUTRAL
 from sparsepack.serve.liberal import check_neutral, check_strict, say_ignored, standard_form, unsupported
 from sparsepack.serve.messages import CONTENT, ChosenTool, Message, Part, Tool
 from sparsepack.serve.refusals import Refusal
@@ -35,19 +37,6 @@ IGNORED = frozenset(
     )
 )
 """These parameters say nothing about the text."""
-
-NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
-    {
-        "audio": (),
-        "modalities": (["text"],),
-        "prompt_embeds": (),
-        "prompt_logprobs": (),
-        "suffix": ("",),
-        "use_beam_search": (False,),
-        "web_search_options": (),
-    }
-)
-"""These parameters are taken with these values, or null, alone."""
 
 MOST_PARAMETERS = 100
 

@@ -136,7 +136,8 @@ class _Server(uvicorn.Server):
             listening.listen(LISTEN_BACKLOG)
             host, port = listening.getsockname()[:2]
             url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-            say(f"chat in a browser: {url}/")
+            here = f"http://localhost:{port}" if host in ("0.0.0.0", "::") else url  # no browser opens "any address"
+            say(f"chat in a browser: {here}/")
             say(f"{self._name} at {url}/v1; Ctrl-C ends it")
             if host not in LOOPBACK and not self._options.api_keys:
                 say("note: whoever reaches this machine can use the model; give --api-key to let only some")

@@ -56,6 +56,12 @@ def test_a_message_has_the_text_of_a_chat(served: Served) -> None:
     assert counted == {"input_tokens": chat.usage.prompt_tokens}
 
 
+def test_tokens_are_counted_of_a_conversation_that_is_longer_than_the_context(served: Served) -> None:
+    long = [{"role": "user", "content": "word " * 3000}]
+    assert post(served, messages=long).status_code == 400
+    assert post(served, "/v1/messages/count_tokens", messages=long).json()["input_tokens"] > 1024
+
+
 def test_a_stream_has_the_events_of_a_message_in_their_order(served: Served) -> None:
     whole = post(served).json()
     events = server_sent_events(post(served, stream=True).text)

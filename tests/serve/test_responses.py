@@ -123,6 +123,7 @@ def test_the_client_with_the_most_responses_loses_its_oldest() -> None:
     [
         ({"tools": [{"type": "web_search"}]}, "web_search: this server runs no tools of its own"),
         ({"background": True}, "background: not supported by this server"),
+        ({"extra_body": {"messages": []}}, "messages: not supported by this server; leave it out"),
         ({"input": [{"type": "item_reference", "id": "msg_1"}]}, "expected one of message, function_call"),
         ({"input": []}, "input"),
         (

@@ -187,6 +187,7 @@ TOOLS = {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name
         ({"n_predict": 5}, {"max_tokens": 5}),
         ({"max_new_tokens": 5, "stop_strings": "a"}, {"max_tokens": 5, "stop": "a"}),
         ({"n_predict": 5, "max_tokens": 6}, {"max_tokens": 6}),
+        ({"n_predict": 5, "max_tokens": None}, {"max_tokens": 5}),
         ({"repetition_penalty": 1.2}, {"repeat_penalty": 1.2, "repeat_last_n": -1}),
         ({"seed": -1}, {}),
         ({"seed": None, "stop": None, "response_format": None, "tools": None}, {}),
@@ -370,6 +371,10 @@ def test_calls_and_what_they_gave_are_messages_as_templates_take_them() -> None:
         ({"response_format": {"type": "json_object"}, "grammar": "x"}, "grammar"),
         ({"grammar": ""}, "grammar"),
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools.0.function.name"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]},
+            "tools.0.function.parameters",
+        ),
         ({"tool_choice": "some"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": "required", "grammar": "x"}, "tool_choice"),

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, Tag, model_validator
 
-from sparsepack.serve.answer import Choice, Json, Usage, server_sent
-from sparsepack.serve.liberal import unsupported
+from sparsepack.serve.answer import Choice, Usage, server_sent
+from sparsepack.serve.liberal import Json, unsupported
 from sparsepack.serve.protocols.parts import (
     AnswerPart,
     AsParts,
@@ -222,8 +222,7 @@ def read_messages(body: bytes, service: "Service", kind: type[Conversation] = Me
 
 def count_tokens(body: bytes, service: "Service") -> Json:
     """Return how many tokens a conversation's prompt has. Raises `Refusal`."""
-    prepared = service.preparer.prepare(read_messages(body, service, Conversation))
-    return {"input_tokens": len(prepared.sequences[0].ids)}
+    return {"input_tokens": len(service.preparer.chat_tokens(read_messages(body, service, Conversation)))}
 
 
 class MessageWriter(PartsWriter):

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, model_validator
 
-from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, json_bytes
-from sparsepack.serve.liberal import unsupported
+from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Usage, json_bytes
+from sparsepack.serve.liberal import Json, unsupported
 from sparsepack.serve.messages import Part
 from sparsepack.serve.protocols.openai import chat_logprobs
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query, check_one_answer
 from sparsepack.serve.protocols.tokens import refuse_embeddings
+from sparsepack.serve.reasoning import reasoning_format
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, TextParameters, read_request
 from sparsepack.serve.tools import ToolCall
@@ -293,7 +294,12 @@ def running(body: bytes, service: "Service") -> Json:
     """Return the one model, which stays loaded."""
     model = _model(service)
     del model["modified_at"]
-    stays = {"expires_at": "9999-12-31T23:59:59Z", "size_vram": 0, "context_length": service.prompts.context}
+    on_gpu = service.prompts.model.engine.device.type != "cpu"
+    stays = {
+        "expires_at": "9999-12-31T23:59:59Z",
+        "size_vram": model["size"] if on_gpu else 0,
+        "context_length": service.prompts.context,
+    }
     return {"models": [{**model, **stays}]}
 
 
@@ -313,6 +319,7 @@ def show(body: bytes, service: "Service") -> Json:
     service.preparer.check_model((given.model or given.name or service.name).removesuffix(TAG))
     model, one = service.prompts.model, _model(service)
     template = model.template(with_tools=True) or ""
+    reasons = "enable_thinking" in template or reasoning_format(template) is not None
     family = model.packed.architecture.model_type
     return {
         "modelfile": "",
@@ -325,7 +332,7 @@ def show(body: bytes, service: "Service") -> Json:
             "general.parameter_count": sum(model.packed.parameters.values()),
             f"{family}.context_length": service.prompts.context,
         },
-        "capabilities": ["completion", "tools", *(["thinking"] if "enable_thinking" in template else [])],
+        "capabilities": ["completion", "tools", *(["thinking"] if reasons else [])],
     }
 
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from sparsepack.formats.manifest import SCORE
 from sparsepack.runtime.generation.sampling import TokenLogprob
-from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, Usage, server_sent
+from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Usage, server_sent
+from sparsepack.serve.liberal import Json
 from sparsepack.serve.protocols.protocol import ClientProtocol, Endpoint, Query
 from sparsepack.serve.refusals import Refusal
 from sparsepack.serve.schema import ChatRequest, CompletionRequest, read_request

@@ -8,7 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Discriminator, model_validator
 
 from sparsepack.serve import messages
-from sparsepack.serve.answer import Answer, AnswerWriter, Choice, Json, json_bytes
+from sparsepack.serve.answer import Answer, AnswerWriter, Choice, json_bytes
+from sparsepack.serve.liberal import Json
 from sparsepack.serve.tools import ToolCall
 
 IGNORED = frozenset(

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Tag, model_validator
 from pydantic_core import from_json
 
-from sparsepack.serve.answer import Answer, Choice, Json, Usage, server_sent
-from sparsepack.serve.liberal import check_neutral, unsupported
+from sparsepack.serve.answer import Answer, Choice, Usage, server_sent
+from sparsepack.serve.liberal import Json, check_neutral, unsupported
 from sparsepack.serve.protocols.parts import (
     AnswerPart,
     AsParts,
@@ -153,6 +153,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType(
     {
         "background": (False,),
         "conversation": (),
+        "messages": (),
         "prompt": (),
         "top_logprobs": (0,),
         "truncation": ("disabled",),
@@ -199,7 +200,9 @@ class ResponsesBody(BaseModel):
         messages: list[Json] = [{"role": "system", "content": self.instructions}] if self.instructions else []
         for message in conversation:
             append_message(messages, dict(message))
-        chat = {**(self.model_extra or {}), "messages": messages, "max_completion_tokens": self.max_output_tokens}
+        chat = {**(self.model_extra or {}), "messages": messages}
+        if self.max_output_tokens is not None:
+            chat["max_completion_tokens"] = self.max_output_tokens
         if self.reasoning is not None:
             chat["reasoning_effort"] = self.reasoning.effort
         tools, choice = self.tools or [], self.tool_choice
@@ -207,17 +210,12 @@ class ResponsesBody(BaseModel):
             names = [tool.name for tool in choice.tools]
             tools, choice = [tool for tool in tools if tool.name in names], choice.mode
         if tools:
-            chat["tools"] = [{"type": "function", "function": tool.model_dump(exclude_none=True)} for tool in tools]
-            if isinstance(choice, FunctionChoice):
-                chat["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
-            else:
-                chat["tool_choice"] = choice
+            chat["tools"] = [tool.model_dump(exclude_none=True) for tool in tools]
+            chat["tool_choice"] = choice.model_dump() if isinstance(choice, FunctionChoice) else choice
         format = self.text and self.text.format
         if format:
-            chat["response_format"] = {"type": format.type}
-            if format.type == "json_schema":
-                schema = {"name": format.name or "output", "schema": format.schema_ or {}}
-                chat["response_format"]["json_schema"] = schema
+            schema = {"schema": format.schema_ or {}} if format.type == "json_schema" else {}
+            chat["response_format"] = {"type": format.type, **schema}
         return chat
 
 

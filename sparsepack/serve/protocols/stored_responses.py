@@ -5,8 +5,9 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 
-from sparsepack.serve.answer import Json, json_bytes
+from sparsepack.serve.answer import json_bytes
 from sparsepack.serve.guards import CURRENT_KEY
+from sparsepack.serve.liberal import Json
 from sparsepack.serve.refusals import Refusal
 
 MAX_RESPONSES = 1000

@@ -5,8 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 from pydantic import BaseModel, Field, model_validator
 
 from sparsepack.models.tokenizer.sandbox import SandboxError
-from sparsepack.serve.answer import Json
-from sparsepack.serve.liberal import unsupported
+from sparsepack.serve.liberal import Json, unsupported
 from sparsepack.serve.messages import Part
 from sparsepack.serve.protocols.protocol import ClientProtocol, Query
 from sparsepack.serve.refusals import Refusal
@@ -64,9 +63,9 @@ def tokenize(body: bytes, service: "Service") -> Json:
         return _tokens(ids, service)
     given = read_request(TokenizeBody, body, service.options.strict)
     if given.content is not None:
-        ids = service.prompts.plain(given.content, bool(given.add_special or given.add_special_tokens))
+        ids = service.prompts.plain(given.content, bool(given.add_special or given.add_special_tokens), fits=False)
     else:
-        ids = service.prompts.plain(given.prompt or "", given.add_special_tokens is not False)
+        ids = service.prompts.plain(given.prompt or "", given.add_special_tokens is not False, fits=False)
     answer = _tokens(ids, service)
     pieces = [service.prompts.bytes_of.of(id).decode(errors="replace") for id in ids]
     if given.with_pieces:
