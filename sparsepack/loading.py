@@ -14,8 +14,10 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.open import read_packed
 from sparsepack.formats.packed import PackedModel
+from sparsepack.models.checkpoint.locate import located_artifact
 from sparsepack.models.tokenizer.chat import Message, render_chat
 from sparsepack.option import check_type, check_types, with_values
+from sparsepack.progress import say
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.features import requested_backend
 from sparsepack.runtime.generation.generate import (
@@ -148,10 +150,12 @@ def load(
 ) -> Model:
     """Open an artifact to run it; see `runtime.engine.Engine`.
 
+    path                     -- of the file, or a name on the hub: `OWNER/NAME`, `OWNER/NAME:FILE.gguf`
     options                  -- how it runs
     device, context, changes -- fields of the options that are different: `load(path, "cuda", threads=2)`
     verify                   -- check the hash of every tensor first
 
+    Standard error says where what runs is not the best for the device, and why.
     Raises `ArtifactError` for a file that is damaged or cannot be run, `UserError` for what the engine refuses.
     """
     check_type("path", path, Path, ArtifactError)
@@ -160,10 +164,12 @@ def load(
     changes |= {name: value for name, value in given.items() if value is not None}
     options = with_values(options or EngineOptions(), changes, UserError)
     requested_backend(options)  # before a large file is read
-    packed = read_packed(Path(path), verify=verify)
-    return Model(packed, Engine(packed, options), packed.chat_template)
+    packed = read_packed(located_artifact(str(path)), verify=verify)
+    engine = Engine(packed, options)
+    say(*engine.notes)
+    return Model(packed, engine, packed.chat_template)
 
 
-def describe_runtime(engine: Engine) -> tuple[str, ...]:
-    """What runs a model, and why where that is not the best for the device: lines for people."""
-    return f"runtime: {engine.description}{', dense' if engine.dense else ''}", *engine.notes
+def describe_runtime(engine: Engine) -> str:
+    """What runs a model: a line for people."""
+    return f"runtime: {engine.description}{', dense' if engine.dense else ''}"

@@ -9,8 +9,9 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,8 +51,9 @@ class Rule:
     bits   -- of a weight that a token reads; None: all of them
     devices -- torch's types
     below  -- models of fewer weights
-    passes -- what packing takes as so many passes of the calibration text through the model: writing the text,
+    passes -- what each window of the calibration text takes, as so many passes of it through the blocks: writing it,
               calibration, thresholds, error feedback, scoring
+    fixed  -- what the rest takes, as so many passes of a window: loading, encoding, timing
     why    -- a clause for people
     """
 
@@ -60,7 +62,12 @@ class Rule:
     devices: tuple[str, ...]
     below: float
     passes: float
+    fixed: float
     why: str
+
+    def seconds(self, windows: int, of_pass: float) -> float:
+        """Return the seconds that all of it takes, where a window passes through the blocks in `of_pass`."""
+        return of_pass * (self.passes * windows + self.fixed)
 
 
 RULES = (
@@ -69,16 +76,20 @@ RULES = (
         4.5,
         ("cpu", "cuda"),
         5e8,
-        11,
-        "models so small lose a quarter of what they lose as zigzag-q4_k, or less",
+        12,
+        38,
+        "a model this small loses a quarter of what it loses as zigzag-q4_k, or less",
     ),
-    Rule("zigzag-q4_k", None, ("cpu",), math.inf, 6, "the fastest that was measured on CPUs, and the smallest file"),
+    Rule(
+        "zigzag-q4_k", None, ("cpu",), math.inf, 8, 34, "the fastest that was measured on CPUs, and the smallest file"
+    ),
     Rule(
         "zigzag-q4_k",
         None,
         ("cuda", "mps"),
         math.inf,
-        6,
+        10,
+        45,
         "the fastest that was measured on GPUs",
     ),
 )
@@ -87,8 +98,9 @@ speed, and what it costs larger models has not been measured."""
 
 SECONDS = 300.0
 """Everything may take about so long."""
-RATES: Mapping[str, float] = {"cpu": 1.5e10, "mps": 5e11, "cuda": 2e13}
-"""Weights times tokens a second: of a core, and of the kinds of GPUs."""
+RATES: Mapping[str, float] = {"cpu": 3.2e10, "mps": 5e11, "cuda": 2e13}
+"""Weights times tokens a second: of a core, and of the kinds of GPUs. What is chosen follows from these, so that it is
+the same whenever it is chosen; how long it takes is measured on the machine."""
 WINDOW, FEWEST_WINDOWS, HELD_OUT_SHARE = 512, 6, 4
 MOST_WINDOWS: Mapping[str, int] = {"cpu": 12, "mps": 12, "cuda": 32}
 """Tokens of a calibration window; how many windows there are, one of `HELD_OUT_SHARE` of them held out."""
@@ -115,15 +127,17 @@ class Choice:
     """The format, device and calibration chosen for a model on a machine.
 
     windows -- of calibration text, those held out included; 0: weights are rounded to nearest without any
-    seconds -- that it takes, as predicted
     reasons -- lines for people
+    largest -- weights of the largest model that fits the free memory; None where nobody knows it
+    largest_calibrated -- and of the largest one that is calibrated within `SECONDS`
     """
 
     rule: Rule
     device: str
     windows: int
-    seconds: float
     reasons: tuple[str, ...]
+    largest: float | None
+    largest_calibrated: float
 
 
 def this_machine() -> Machine:
@@ -139,7 +153,8 @@ def this_machine() -> Machine:
 
 def choose(size: Size, options: QuickstartOptions, machine: Machine) -> Choice:
     """Return what suits a model on a machine. Raises `PackingError` where no memory has room for it."""
-    smallest = min(FORMATS[rule.format].bits for rule in RULES) * size.weights / 8
+    fewest_bits = min(FORMATS[rule.format].bits for rule in RULES)
+    smallest = fewest_bits * size.weights / 8
     device, reasons = options.device, list[str]()
     if device == "auto":
         device = "cuda" if (machine.free.get("cuda") or 0) > smallest else "cpu"
@@ -152,28 +167,29 @@ def choose(size: Size, options: QuickstartOptions, machine: Machine) -> Choice:
             f"{size.weights / 1e9:.1f} billion weights take {smallest / 1e9:.1f} GB packed, and {free / 1e9:.1f} GB of "
             f"memory are free on {device}; expected a smaller model; pack it for another machine by `sparsepack pack`"
         )
-    rate = RATES[kind] * (machine.cores if kind == "cpu" else 1)
+    of_pass = WINDOW * size.of_token / (RATES[kind] * (machine.cores if kind == "cpu" else 1))
     most = MOST_WINDOWS[kind]
     rules = [rule for rule in RULES if kind in rule.devices and size.weights < rule.below]
     for rule in rules:
-        each = rule.passes * WINDOW * size.of_token / rate
-        windows = min(most, int(SECONDS / each))
+        windows = min(most, max(0, int((SECONDS / of_pass - rule.fixed) / rule.passes)))
         if rule is rules[-1]:
             break
         if free is not None and FORMATS[rule.format].bits * size.weights / 8 > free:
             reasons.append(f"not {_in_words(rule)}: its file does not fit the free memory")
         elif windows < most:
-            reasons.append(f"not {_in_words(rule)}: it takes about {duration(most * each)} here")
+            reasons.append(f"not {_in_words(rule)}: it takes about {duration(rule.seconds(most, of_pass))} here")
         else:
             break
     if windows < FEWEST_WINDOWS and options.text:
         windows = FEWEST_WINDOWS
     elif windows < FEWEST_WINDOWS:
-        needed = duration(FEWEST_WINDOWS * each)
+        needed = duration(rule.seconds(FEWEST_WINDOWS, of_pass))
         reasons.append(f"weights are rounded to nearest: calibration takes about {needed} here; --text FILE demands it")
         windows = 0
     reasons = [f"{_in_words(rule)}: {rule.why}", *reasons]
-    return Choice(rule, device, windows, windows * each, tuple(reasons))
+    largest = None if free is None else 8 * free / fewest_bits
+    calibrated = size.of_token * SECONDS / rules[-1].seconds(FEWEST_WINDOWS, of_pass)
+    return Choice(rule, device, windows, tuple(reasons), largest, calibrated)
 
 
 def _in_words(rule: Rule) -> str:
@@ -229,16 +245,19 @@ def quickstart(model: str, output: Path | None = None, options: QuickstartOption
     check_type("output", output, Path | None, PackingError)
     options = options or QuickstartOptions()
     check_types(options, PackingError)
+    from sparsepack.files.atomic import write_json
     from sparsepack.files.hashing import fingerprint
     from sparsepack.files.side_files import check_no_link
     from sparsepack.models.checkpoint.checkpoint import open_checkpoint
-    from sparsepack.models.hf_model.forecast import model_parameters
+    from sparsepack.models.hf_model.forecast import model_parameters, seconds_of_pass
     from sparsepack.recipe.load import load_recipe
-    from sparsepack.recipe.run import DEFAULT_WORK, open_work, run_recipe, stages_of
+    from sparsepack.recipe.report import REPORT
+    from sparsepack.recipe.run import DEFAULT_WORK, Outcome, open_work, run_recipe, stages_of
     from sparsepack.recipe.stage import Job
     from sparsepack.runtime.free_memory import cache_bytes
     from sparsepack.version import __version__
 
+    began, processor_began = time.perf_counter(), time.process_time()
     checkpoint = open_checkpoint(model)
     of_token = sum(checkpoint.token_weights(site, layer) for layer, site in checkpoint.sites)
     size = Size(model_parameters(checkpoint), of_token)
@@ -249,16 +268,27 @@ def quickstart(model: str, output: Path | None = None, options: QuickstartOption
     for each in () if output else (DEFAULT_WORK, folder):  # nobody named it: a stranger's may hold a link of its name
         check_no_link(each)
     say(f"{name}: {size.weights / 1e6:,.0f} million weights", *choice.reasons)
-    say(f"this takes about {duration(choice.seconds)}; a run that is stopped goes on when it is started again")
+    predicted = choice.rule.seconds(choice.windows, seconds_of_pass(checkpoint, choice.device, WINDOW, of_token))
+    say(f"this takes about {duration(predicted)}; a run that is stopped goes on when it is started again")
     context = min(WINDOW, int(checkpoint.config.max_position_embeddings))
     shapes = {name: list(shape) for name, shape in checkpoint.source.shapes.items()}
     own = folder / f"text-{fingerprint([__version__, shapes, context, choice.windows])[:12]}.jsonl"
     overrides = overrides_of(name, model, choice, options.text or (str(own),), context)
     recipe = load_recipe(RECIPE, overrides)
     open_work(Job(recipe, checkpoint, folder), stages_of(recipe), RECIPE.name + ".yaml").create()
+    text = None
     if choice.windows and not options.text and not own.is_file():
+        start, processor = time.perf_counter(), time.process_time()
         _write_text(checkpoint, own, choice.windows * context, choice.device)
+        text = Outcome("writing text", "ran", time.perf_counter() - start, time.process_time() - processor)
     report = run_recipe(RECIPE, overrides, folder, show=False).report
+    report["quickstart"] = {
+        "predicted_seconds": predicted,
+        "seconds": time.perf_counter() - began,
+        "processor_seconds": time.process_time() - processor_began,
+        "text": text and asdict(text),
+    }
+    write_json(folder / REPORT, report)
     room = usual_context(int(checkpoint.config.max_position_embeddings))
     keys_and_values = cache_bytes(checkpoint.architecture, room, report["bench"]["tests"][0]["type_k"])
     memory = report["pack"]["file_bytes"] + keys_and_values
@@ -290,7 +320,8 @@ def quickstart_table(result: Quickstart) -> str:
         "file": f"{result.path}: {packed['file_bytes'] / 1e6:,.0f} MB, {bits}",
         "memory": f"{result.memory / 1e6:,.0f} MB with keys and values of {result.context:,} tokens",
         "lost": _lost(packed.get("score"), text),
-        "speed": "; ".join(_speeds(report["bench"]["tests"])),
+        "speed": _speed(report["bench"]["tests"]),
+        "time": _time(report),
         "talk": f"sparsepack generate {file} {'--chat' if result.chats else '--prompt TEXT'}",
         "serve": f"sparsepack serve {file}",
     }
@@ -301,6 +332,12 @@ def quickstart_table(result: Quickstart) -> str:
         rows["lose less"] = f"sparsepack pack {shlex.quote(model)} --calibration {calibration} {options} -o {target}"
     if not result.text:
         rows["own text"] = f"sparsepack quickstart {shlex.quote(model)} --text FILE -o FOLDER"
+    if result.choice.largest is not None:
+        calibrated = min(result.choice.largest, result.choice.largest_calibrated)
+        rows["larger"] = (
+            f"models of up to {result.choice.largest / 1e9:.1f} billion weights fit the free memory; up to "
+            f"{calibrated / 1e9:.1f} billion are calibrated in {duration(SECONDS)}, larger ones only rounded"
+        )
     return "\n".join(f"{name.ljust(10)}{value}" for name, value in rows.items())
 
 
@@ -312,14 +349,26 @@ def _lost(score: Mapping[str, Any] | None, text: str) -> str:
         return "not measured: no text is held out"
     risen = {key: value and 100 * (value - (key == "value")) for key, value in found["perplexity_ratio"].items()}
     return (
-        f"perplexity rises by {with_error(risen, 1)} %, KL divergence {with_error(found['kl_divergence'], 3)} nats a "
-        f"token, on {format_count(score['windows'], 'window')} of {score['context']:,} tokens held out of {text}"
+        f"perplexity rises by {with_error(risen, 1)} %, the likeliest next token stays the same for "
+        f"{100 * found['top_token_agreement']['value']:.1f} %, KL divergence {with_error(found['kl_divergence'], 4)} "
+        f"nats a token, on {format_count(score['windows'], 'window')} of {score['context']:,} tokens held out of {text}"
     )
 
 
-def _speeds(tests: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    sparse = any(row["mode"] == "sparse" for row in tests)
-    for row in tests:
-        bits = f" at {row['bits_read']:.1f} bits read" if row["bits_read"] else " dense" if sparse else ", dense"
-        what = f"reading a prompt of {row['n_prompt']}" if row["n_prompt"] else f"writing{bits}"
-        yield f"{row['median_ts']:,.0f} tokens/s {what}"
+def _time(report: Mapping[str, Any]) -> str:
+    took = report["quickstart"]
+    steps = [step for step in (took["text"], *report["stages"]) if step and step["status"] == "ran"]
+    said = [f"{duration(took['seconds'])}, {took['processor_seconds']:.0f} s of processor"]
+    return "; ".join(said + [f"{step['name']} {step['seconds']:.0f} s" for step in steps])
+
+
+def _speed(tests: Sequence[Mapping[str, Any]]) -> str:
+    prompt = next(row for row in tests if row["n_prompt"])
+    writing = {row["mode"]: row for row in tests if not row["n_prompt"]}
+    dense = writing["dense"]["median_ts"]
+    said = f"{dense:,.0f} tokens/s writing"
+    if "sparse" in writing:
+        speed, bits = writing["sparse"]["median_ts"], writing["sparse"]["bits_read"]
+        times = f"{speed / dense:.2f} times as fast as reading all bits ({dense:,.0f})"
+        said = f"{speed:,.0f} tokens/s writing at {bits:.1f} bits read, {times}"
+    return f"{said}; {prompt['median_ts']:,.0f} reading a prompt of {prompt['n_prompt']}"

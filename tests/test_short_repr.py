@@ -4,6 +4,7 @@ from pathlib import Path
 
 import sparsepack
 from sparsepack import CalibrateOptions, PackRequest
+from sparsepack.models.provenance import Pruned, PrunedMatrix, Rotated
 
 
 def test_results_show_as_one_short_line(tmp_path: Path) -> None:
@@ -19,3 +20,11 @@ def test_results_show_as_one_short_line(tmp_path: Path) -> None:
     for each in (model, model.packed, calibration, made):
         assert len(repr(each)) < 200
         assert "\n" not in repr(each)
+
+
+def test_what_prune_and_rotate_return_is_one_line() -> None:
+    matrices = tuple(PrunedMatrix(f"m{n}", "blk.0.attn_in", 6, 8, 0, 0.75, 0.1, False) for n in range(50))
+    pruned = Pruned("tiny", "0" * 64, None, {}, matrices)
+    assert repr(pruned) == "Pruned(tiny, 50 matrices, keep 6 of 8)"
+    rotated = Rotated("tiny", "0" * 64, "0" * 64, {}, (1, 2), "bfloat16", 9, 0.0125, ("A long note.",) * 9)
+    assert repr(rotated) == "Rotated(tiny, bfloat16, error 0.0125, basis changes before blocks [1, 2])"

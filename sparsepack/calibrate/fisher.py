@@ -45,8 +45,8 @@ _SINKS = 4
 _HIGHEST = 0.98
 _FLOOR = 1e-6
 """No channel counts less than this beside the mean of its site's squares, no site beside the one that counts most."""
-_LOGITS = 1 << 25
-"""No more logits than this are computed at a time: 128 MiB in float32."""
+_LOGITS = 1 << 22
+"""No more logits than this are computed at a time: 16 MiB in float32, which a heap gives out again as they are."""
 
 
 def find_rules(
@@ -265,10 +265,11 @@ def _of_output(stream: BlockStream, hidden: Tensor) -> Tensor:
         for part in row.split(step):
             entered = part[None].to(stream.device, stream.dtype).requires_grad_()
             with torch.enable_grad():
-                logits = soft_capped(nn.functional.linear(stream.finish(entered), head), cap)
-                log_p = logits.float().log_softmax(-1)[0]
-                drawn = torch.multinomial(log_p.detach().exp().cpu(), 1, generator=generator).to(log_p.device)
-                (slope,) = torch.autograd.grad(log_p.gather(1, drawn).sum(), entered)
+                logits = soft_capped(nn.functional.linear(stream.finish(entered), head), cap)[0]
+            p = logits.detach().float().softmax(-1)
+            drawn = torch.multinomial(p.cpu(), 1, generator=generator).to(p.device)
+            of_logits = p.neg_().scatter_add_(1, drawn, torch.ones(len(part), 1, device=p.device))
+            (slope,) = torch.autograd.grad(logits, entered, of_logits.to(logits.dtype))
             parts.append(slope[0].cpu())
         slopes.append(torch.cat(parts))
     return torch.stack(slopes)

@@ -22,22 +22,22 @@ TEMPERATURE = 0.8
 
 
 def write_own_text(model: Model, output: Path, tokens: int, seed: int = 0) -> None:
-    """Write documents of so many tokens in all, prompts not counted, as lines `{"text": ...}` to a `.jsonl` file, whole
-    or not at all. Raises `TextError` where the model ends its answers before they have begun."""
+    """Write documents of so many tokens in all, their prompts included, as lines `{"text": ...}` to a `.jsonl` file,
+    whole or not at all. Raises `TextError` where the model ends its answers before they have begun."""
     prompts = itertools.cycle(prompts_of(model))
     together = len(model.engine.positions)
-    documents, written, rounds = list[str](), 0, 0
+    documents, written, seeds = list[str](), 0, itertools.count(seed)
     with progress("writing calibration text", tokens) as advance:
         while written < tokens:
             batch = list(itertools.islice(prompts, together))
-            options = GenerateOptions(LENGTH, temperature=TEMPERATURE, repeat_penalty=1.0, seed=seed + rounds)
+            options = GenerateOptions(LENGTH, temperature=TEMPERATURE, repeat_penalty=1.0, seed=next(seeds))
             generated = model.generate_together(batch, options)
-            count = sum(len(each.tokens) for each in generated)
+            if sum(len(each.tokens) for each in generated) < together:
+                raise TextError("the model writes no text of its own: its answers are empty; give --text FILE")
+            count = sum(each.prompt_tokens + len(each.tokens) for each in generated)
             documents += [prompt + each.text for prompt, each in zip(batch, generated, strict=True)]
             advance(min(count, tokens - written))
-            written, rounds = written + count, rounds + 1
-            if written < together * rounds:
-                raise TextError("the model writes no text of its own: its answers are empty; give --text FILE")
+            written += count
     lines = (json.dumps({"text": document}, ensure_ascii=False) for document in documents)
     write_bytes(output, "".join(f"{line}\n" for line in lines).encode())
 

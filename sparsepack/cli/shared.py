@@ -34,7 +34,19 @@ if TYPE_CHECKING:
     from sparsepack.models.hf_model.forecast import Forecast
     from sparsepack.workers.forecast import PartsForecast
 
-ARTIFACT = Existing("what `sparsepack pack` made")
+
+class _Artifact(Existing):
+    """A path of what `pack` made, or its name on the hub, from where it is downloaded."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Any:
+        if isinstance(value, str):
+            from sparsepack.models.checkpoint.locate import located_artifact
+
+            value = str(located_artifact(value))
+        return super().convert(value, parameter, context)
+
+
+ARTIFACT = _Artifact("what `sparsepack pack` made, or OWNER/NAME[:FILE.gguf] on the hub")
 CALIBRATION = Existing("a folder made by `sparsepack calibrate`")
 
 

@@ -36,7 +36,7 @@ class Answers:
     def __init__(self, engine: Engine, json_path: str | None) -> None:
         self._engine, self._path = engine, json_path
         self._lines: list[str] = []
-        say(*describe_runtime(engine))
+        say(describe_runtime(engine))
 
     def tell(self, text: str) -> None:
         """Text for people, at once; none where standard output is for JSON."""

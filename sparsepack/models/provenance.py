@@ -72,6 +72,10 @@ class Rotated:
     error: float
     notes: tuple[str, ...]
 
+    def __repr__(self) -> str:
+        changes = f", basis changes before blocks {list(self.boundaries)}" if self.boundaries else ""
+        return f"Rotated({self.model}, {self.weights}, error {self.error:.3g}{changes})"
+
     def to_json(self) -> dict[str, Any]:
         """What the file holds."""
         return {"schema": SCHEMA, "kind": "rotated", "sparsepack": __version__, **asdict(self)}
@@ -265,6 +269,10 @@ class Pruned:
     calibration_sha256: str | None
     options: Mapping[str, Any]
     matrices: tuple[PrunedMatrix, ...]
+
+    def __repr__(self) -> str:
+        patterns = " and ".join(sorted({f"keep {each.keep} of {each.of}" for each in self.matrices}))
+        return f"Pruned({self.model}, {len(self.matrices)} matrices, {patterns})"
 
     def to_json(self) -> dict[str, Any]:
         """What the file holds."""

@@ -152,7 +152,11 @@ def active_channels(x: Tensor, rule: SiteRule) -> Tensor:
 def levels_read(x: Tensor, limits: Tensor) -> Tensor:
     """At which level each channel of x [..., columns] is read by limits [levels, columns], or [..., levels, columns] of
     each vector; 0: not at all. uint8 [..., columns]. NaN reads none."""
-    return (x.float().abs()[..., None, :] > limits).sum(-2, dtype=torch.uint8)
+    size, (lowest, *higher) = x.float().abs(), limits.unbind(-2)
+    levels = (size > lowest).to(torch.uint8)
+    for limit in higher:
+        levels += size > limit
+    return levels
 
 
 def sparsify(x: Tensor, rule: SiteRule) -> Tensor:

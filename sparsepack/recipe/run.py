@@ -27,11 +27,13 @@ LIBRARIES = ("torch", "transformers")
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a stage went: "ran" or "up to date", and the seconds it took, now or back then."""
+    """How a stage went: "ran" or "up to date", and the seconds it took, now or back then; those of this process's
+    processors are known of stages that ran now."""
 
     name: str
     status: str
     seconds: float
+    processor_seconds: float | None = None
 
 
 def stages_of(recipe: Recipe) -> list[Stage]:
@@ -75,21 +77,20 @@ def run_stages(job: Job, stages: Sequence[Stage], work: WorkFolder) -> list[Outc
             say(f"{stage.name}: up to date (took {known.seconds:.1f} s)")
             outcomes.append(Outcome(stage.name, "up to date", known.seconds))
         else:
-            seconds = _run(seen, stage)
-            work.finish(stage.name, fingerprint, seconds, outputs)
-            say(f"{stage.name}: done in {seconds:.1f} s")
-            outcomes.append(Outcome(stage.name, "ran", seconds))
+            outcomes.append(outcome := _run(seen, stage))
+            work.finish(stage.name, fingerprint, outcome.seconds, outputs)
+            say(f"{stage.name}: done in {outcome.seconds:.1f} s")
         seen = seen.behind(stage)
     return outcomes
 
 
-def _run(job: Job, stage: Stage) -> float:
-    """Run a stage; the seconds that it took."""
+def _run(job: Job, stage: Stage) -> Outcome:
+    """Run a stage."""
     say(f"{stage.name}: running")
-    start = time.perf_counter()
+    start, processor = time.perf_counter(), time.process_time()
     with activity(stage.name):
         stage.run(job, job.recipe.section(stage.key))
-    return time.perf_counter() - start
+    return Outcome(stage.name, "ran", time.perf_counter() - start, time.process_time() - processor)
 
 
 def _needs(stage: Stage, stages: Sequence[Stage]) -> list[str]:

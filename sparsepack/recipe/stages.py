@@ -382,7 +382,7 @@ def _run_generate(job: Job, section: Generate) -> None:
 
     options = engine_options(job.recipe, section)
     model = load(artifact_of(job), context=_length(job, section), options=options, verify=False)
-    say(*describe_runtime(model.engine))
+    say(describe_runtime(model.engine))
     chosen, taken = apply_suggestions(GenerateOptions(**section.told(GenerateOptions)), model.packed.generation)
     if taken:
         say(describe_suggestions(taken, lambda name: f"generate.{name}"))

@@ -33,7 +33,7 @@ from sparsepack.errors import UserError
 from sparsepack.eval.options import EvalRequest
 from sparsepack.models.checkpoint.checkpoint import open_checkpoint
 from sparsepack.recipe.load import load_recipe
-from sparsepack.runtime.cpu import operations as tune
+from sparsepack.runtime.cpu import tune
 from sparsepack.runtime.cpu.machine import instruction_sets
 from sparsepack.serve import server
 from sparsepack.simulation.options import SimulateOptions
@@ -155,7 +155,7 @@ def briefly(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFa
     """What would take minutes or never end does neither: `tune` times little, and keeps that where no test finds it;
     a server, once it listens, is asked for one text and told to end."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
-    for name, value in {"ROTATION": 1 << 16, "CALLS": 1, "ROUNDS": 1}.items():
+    for name, value in {"CALLS": 1, "ROUNDS": 1}.items():
         monkeypatch.setattr(tune, name, value)
     for name, some in {"SPANS": (1,), "TILES": (24,)}.items():
         monkeypatch.setattr(tune, name, some)

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import click
 import pytest
@@ -87,10 +88,21 @@ def test_the_version_names_the_instruction_set_of_the_kernels_and_imports_no_tor
 
 def test_the_version_says_why_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sparsepack.runtime.cpu._native", None)  # as if there were no such file
+    monkeypatch.setattr("sparsepack.runtime.cpu.machine._kernels_elsewhere", lambda: None)
     done = CliRunner().invoke(main, ["--version"])
     assert done.exit_code == 0
     assert f"sparsepack, version {sparsepack.__version__}\nkernels: none; the CPU kernels were not built" in done.stdout
     assert "pip install --force-reinstall --no-deps --no-cache-dir" in done.stdout
+
+
+def test_a_checkout_that_hides_installed_kernels_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    module = tmp_path / "sparsepack" / "runtime" / "cpu" / "_native.so"
+    module.parent.mkdir(parents=True)
+    module.touch()
+    monkeypatch.setitem(sys.modules, "sparsepack.runtime.cpu._native", None)
+    monkeypatch.syspath_prepend(tmp_path)
+    said = CliRunner().invoke(main, ["--version"]).stdout
+    assert f"which has no CPU kernels, while {tmp_path} has them" in said
 
 
 def test_the_version_says_why_a_forced_instruction_set_does_not_run() -> None:

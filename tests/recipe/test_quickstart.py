@@ -1,6 +1,7 @@
 """`quickstart`: what is chosen for a model and a machine, and the whole way from a name to a packed file."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -49,6 +50,14 @@ def test_a_gpu_without_room_is_named() -> None:
     assert "not on the GPU: the file does not fit its free memory" in choice.reasons
 
 
+def test_the_largest_model_that_fits_is_one_that_is_not_refused() -> None:
+    largest = choose(SMALL, QuickstartOptions(), Machine(16, {"cpu": 4 * GB})).largest
+    assert largest is not None
+    assert chosen(Size(int(largest), int(largest)), 16, 4 * GB)[0] == "zigzag-q4_k"
+    with pytest.raises(PackingError, match="memory are free"):
+        chosen(Size(int(1.01 * largest), int(largest)), 16, 4 * GB)
+
+
 def test_a_text_that_is_given_is_calibrated_on_however_long_it_takes() -> None:
     assert chosen(LARGE, 1, 16 * GB, text=("t.txt",)) == ("zigzag-q4_k", "cpu", quickstarting.FEWEST_WINDOWS)
 
@@ -65,13 +74,20 @@ def test_a_name_becomes_a_packed_file_and_a_second_run_goes_on(tmp_path: Path, m
     file = text.with_name("model.gguf")
     manifest = open_artifact(file).manifest
     assert "held out of text that the model wrote itself" in said
+    assert re.search(r"tokens/s writing at 4\.\d bits read, \d+\.\d\d times as fast as reading all bits", said)
     assert "sparsepack generate work/tiny/model.gguf --prompt" in said  # this model has no chat template
     assert manifest["recipe"]["calibrate"]["text"] == ["work/tiny/" + text.name]
     assert not text.with_name("writer.gguf").exists()
 
+    took = json.loads(text.with_name("report.json").read_text())["quickstart"]
+    assert took["seconds"] > took["text"]["seconds"] > 0
+    assert took["processor_seconds"] > took["text"]["processor_seconds"] > 0
+    assert took["predicted_seconds"] > 0
+
     before = [file.stat().st_mtime_ns, text.stat().st_mtime_ns]
     report = json.loads(succeeds("quickstart", "shipped:tiny", "--json", "-"))
     assert {stage["status"] for stage in report["stages"]} == {"up to date"}
+    assert report["quickstart"]["text"] is None
     assert [file.stat().st_mtime_ns, text.stat().st_mtime_ns] == before
 
 

@@ -93,7 +93,7 @@ def serve(path: Path, chat_template: str | None, **asked: Any) -> None:
     with bind_socket(options.host, options.port, options.send_timeout) as listening:  # before a large file is read
         model = load(path, options=engine)
         model = replace(model, chat_template=chat_template or model.chat_template)
-        say(*describe_runtime(model.engine))
+        say(describe_runtime(model.engine))
         if model.packed.generation:
             say(describe_suggestions(model.packed.generation))
         serve_model(model, path.resolve().stem, options, listening)

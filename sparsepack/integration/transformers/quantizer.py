@@ -133,6 +133,7 @@ class Sparse24Linear(nn.Module):
         self.bias = parameter(rows, dtype=of) if bias else None
         self._prepared_for: Any = None
         self._prepared: list[Tensor] = []
+        self._matrix: Sparse24Matrix | None = None
 
     @classmethod
     def in_place_of(cls, linear: nn.Linear, how: Slide, dtype: torch.dtype) -> "Sparse24Linear":
@@ -156,7 +157,8 @@ class Sparse24Linear(nn.Module):
         super()._load_from_state_dict(*given, **settings)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_prepared_for": None, "_prepared": []}  # a copy's weights lie elsewhere
+        # A copy's weights lie elsewhere.
+        return {**self.__dict__, "_prepared_for": None, "_prepared": [], "_matrix": None}
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.how.pattern}, {self.weight.dtype}"
@@ -167,25 +169,32 @@ class Sparse24Linear(nn.Module):
         return Sparse24Matrix(self.weight, self.weight_positions, self.weight_scale, self.how, self.in_features)
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.shape[-1] != self.in_features or x.device != self.weight.device:
-            expected = f"[..., {self.in_features}] on {self.weight.device}"
-            raise ValueError(f"inputs {list(x.shape)} on {x.device}; expected {expected}")
-        self._prepare(x.dtype)
-        return sparse24_linear(x, self.matrix, self.bias, self._prepared)
+        if x.shape[-1] != self.in_features:
+            raise ValueError(f"inputs {list(x.shape)}; expected [..., {self.in_features}]")
+        self._prepare(x.dtype, x.device)
+        assert self._matrix is not None
+        return sparse24_linear(x, self._matrix, self.bias, self._prepared)
 
     @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-    def _prepare(self, dtype: torch.dtype) -> bool:
+    def _prepare(self, dtype: torch.dtype, device: torch.device) -> bool:
         """The weights are prepared when the first inputs come, and again once they lie elsewhere. Compilers call it
-        while they compile; from then on they watch what `_prepared` is."""
-        lies = (dtype, self.weight.device, self.weight.data_ptr(), self.weight_positions.data_ptr())
+        while they compile; from then on they watch what `_prepared` is. Raises `ValueError` for another device."""
+        # Not self.weight: modules find that in Python, four times as slowly, and this is done for every token.
+        weight, positions = self._parameters["weight"], self._parameters["weight_positions"]
+        assert weight is not None
+        assert positions is not None
+        lies = (dtype, device, weight.data_ptr(), positions.data_ptr())
         if self._prepared_for != lies:
+            if device != weight.device:
+                raise ValueError(f"inputs on {device}, weights on {weight.device}; move one of them")
             self._forget()  # its memory is free before more is taken
-            self._prepared = prepare(self.matrix, dtype)
+            self._matrix = self.matrix
+            self._prepared = prepare(self._matrix, dtype)
             self._prepared_for = lies
         return True
 
     def _forget(self) -> None:
-        self._prepared_for, self._prepared = None, []
+        self._prepared_for, self._prepared, self._matrix = None, [], None
 
 
 @register_quantization_config(METHOD)
@@ -241,7 +250,7 @@ class Sparse24Quantizer(HfQuantizer):  # type: ignore[misc]
         """Attaches what the folder says of sparse attention, or says on stderr why the model runs dense."""
         linears = [module for module in model.modules() if isinstance(module, Sparse24Linear)]
         if linears and (device := linears[0].weight.device.type) in ("cpu", "mps"):
-            dtype = dense_type(model.dtype)
+            dtype = dense_type(linears[0].matrix, model.dtype)
             taken = sum(of.in_features * of.out_features for of in linears) * dtype.itemsize
             say(
                 f"{model.name_or_path}: on {device} its {len(linears)} slid Linears are multiplied with their zeros, "

@@ -89,12 +89,12 @@ class Checkpoint:
         kinds = sorted({each.name for each in self.stored_types if each.quantised})
         if not kinds and not self.ternary:
             return None
-        of = f"weights in {', '.join(kinds)}, which lie on the grid of these types"
+        of = f"weights are quantised already ({', '.join(kinds)})"
         if not kinds:
-            of = "weights of three values each, -s, 0 and s, with an s for many neighbours"
+            of = "weights have three values each, -s, 0 and s, with an s for many neighbours"
         return (
-            f"{of}; quality beside a quantised source "
-            "is not that of the original, and a type that meets this grid again loses nothing of it"
+            f"{of}: losses are measured against them, not against the original weights, and a type with the same grid "
+            "loses nothing more"
         )
 
     def family_at(self, layer: int) -> Family:

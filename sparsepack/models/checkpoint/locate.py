@@ -1,13 +1,16 @@
-"""Where a checkpoint is that is asked for by name - a model that ships, a folder, a file, or what the hub has - and
-which files of a folder hold its weights."""
+"""Where a checkpoint or an artifact is that has a name - a model that ships, a folder, a file, or what the hub has -
+and which files of a folder hold a checkpoint's weights."""
 
 import json
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from fnmatch import fnmatch
+from os.path import exists
 from pathlib import Path
 
 from sparsepack.data import SHIPPED_MODELS
-from sparsepack.errors import CheckpointError
+from sparsepack.errors import ArtifactError, CheckpointError, UserError
 from sparsepack.files.stored import Name, Stored, shown, validate
 from sparsepack.files.tensors import INDEX, WEIGHTS
 from sparsepack.option import is_missing_path
@@ -36,21 +39,51 @@ def _downloaded(name: str) -> Path:
     """The folder of a hub id: what describes the model, then the weights that `weight_files` chooses, and no other."""
     from huggingface_hub import snapshot_download
 
-    try:
+    with _hub_errors(CheckpointError, f"{name}: neither a local model folder nor a hub model that can be reached"):
         folder = Path(snapshot_download(name, allow_patterns=["*.json", "*.jinja", "tokenizer.model", "merges.txt"]))
         commit = folder.name  # another one may be the newest by now
         snapshot_download(name, revision=commit, allow_patterns=[WEIGHTS])
         if not (folder / WEIGHTS).is_file():
             shards = indexed(folder) if (folder / INDEX).is_file() else ["*.safetensors"]
             snapshot_download(name, revision=commit, allow_patterns=shards, ignore_patterns=[*BESIDE_WEIGHTS])
-        return folder
-    except CheckpointError:
+    return folder
+
+
+_HUB_ARTIFACT = re.compile(r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<file>[^:]+\.gguf))?")
+
+
+def located_artifact(name: str) -> Path:
+    """The path of a packed GGUF by its own name or, where nothing is there, by that on the hub: OWNER/NAME, which has
+    one GGUF, or OWNER/NAME:FILE, is downloaded. A path that cannot be a hub's name is left to whoever opens it. Raises
+    `ArtifactError`."""
+    on_hub = _HUB_ARTIFACT.fullmatch(name)
+    if on_hub is None or exists(name) or is_missing_path(on_hub["repository"], ".gguf"):
+        return Path(name)
+    from huggingface_hub import HfApi, hf_hub_download
+
+    with _hub_errors(ArtifactError, f"{name}: neither a file here nor one on the hub that can be reached"):
+        repository, file = on_hub["repository"], on_hub["file"]
+        if file is None:
+            files = [each for each in HfApi().list_repo_files(repository) if each.endswith(".gguf")]
+            if len(files) != 1:
+                names = ", ".join(files[:10]) or "none"
+                raise ArtifactError(
+                    f"{name}: {len(files)} GGUFs on the hub ({names}); expected one, or {repository}:FILE"
+                )
+            (file,) = files
+        return Path(hf_hub_download(repository, file))
+
+
+@contextmanager
+def _hub_errors(kind: type[UserError], message: str) -> Iterator[None]:
+    """Raise one error for whatever goes wrong with the hub: offline, unknown, gated have one meaning."""
+    try:
+        yield
+    except UserError:
         raise
-    except Exception as error:  # offline, unknown, gated: many kinds, one meaning
-        reason = str(error).strip().split("\n")[0]
-        raise CheckpointError(
-            f"{name}: neither a local model folder nor a hub model that can be reached ({reason})"
-        ) from error
+    except Exception as error:
+        reason = (str(error).strip() or repr(error)).split("\n")[0]
+        raise kind(f"{message} ({reason})") from error
 
 
 class _Index(Stored):

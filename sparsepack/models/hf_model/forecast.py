@@ -9,6 +9,7 @@ What bounds a stage that takes text through a model block by block: the disk, th
 And, without measuring anything, how many bytes such a stage takes.
 """
 
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,10 +17,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sparsepack.files.tensors import arithmetic
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import HEAD
 from sparsepack.models.hf_config import token_weights
 from sparsepack.models.hf_model.blocks import BlockStream
+from sparsepack.models.hf_model.found_blocks import open_blocks
 from sparsepack.models.hf_model.model import BlockSource, parameter_shapes
 from sparsepack.process import peak_memory
 from sparsepack.progress import duration
@@ -174,6 +177,27 @@ def forecast_blocks(
         whole_bytes=len(windows) * window if shard.world_size > 1 else 0,
         sums_bytes=sums_bytes,
     )
+
+
+@torch.inference_mode()
+def seconds_of_pass(checkpoint: Checkpoint, device: str, tokens: int, of_token: int) -> float:
+    """Run a window of so many tokens through the first block, and return the seconds that all blocks would take.
+
+    of_token -- weights of all blocks that a token has to do with
+    """
+    stream = open_blocks(checkpoint, device, arithmetic("auto", checkpoint.dtype, device))
+    hidden = stream.states(torch.zeros(1, tokens, dtype=torch.long), None)
+    stream.load(0)
+    stream.ahead.wait()
+
+    def seconds() -> float:
+        began = time.perf_counter()
+        stream(hidden).cpu()  # which waits for a GPU
+        return time.perf_counter() - began
+
+    seconds()  # what only the first call takes, such as loading a library
+    of_block = sum(checkpoint.token_weights(site, 0) for site in checkpoint.family.projections_of(0))
+    return statistics.median(seconds() for _ in range(5)) * of_token / of_block
 
 
 LIVE = 4

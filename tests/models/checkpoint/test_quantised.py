@@ -47,7 +47,7 @@ def test_a_release_is_read_as_its_encoder_meant_it(model: Path, capsys, kind: st
         assert found.shape == checkpoint.source.shapes[name] == values.shape
         tolerance = {"rtol": 0, "atol": 0} if RELEASES[kind].exact else {"rtol": 1e-6, "atol": 1e-9}
         torch.testing.assert_close(found.float(), values.float(), **tolerance)
-    assert f"weights in {RELEASES[kind].name}, which lie on the grid" in capsys.readouterr().err
+    assert f"weights are quantised already ({RELEASES[kind].name})" in capsys.readouterr().err
     assert not hasattr(checkpoint.config, "quantization_config")
     assert {each.name for each in checkpoint.stored_types} == {RELEASES[kind].name, "BF16"}
 
@@ -185,7 +185,7 @@ def test_a_release_goes_the_whole_way(tmp_path: Path) -> None:
     succeeds("calibrate", folder, "--text", text, "--context", 64, "--samples", 6, "-o", cal)
     succeeds("pack", folder, "--calibration", cal, "--sparsity", 0.3, "-o", packed)
     succeeds("verify", packed, "--against", folder)
-    assert "note: weights in FP8, which lie on the grid" in succeeds("inspect", packed)
+    assert "note: weights are quantised already (FP8)" in succeeds("inspect", packed)
     assert "quantization_config" not in open_gguf(packed)[0].metadata["sparsepack.config"]
     figures = succeeds("eval", packed, "--perplexity", text, "--against", folder, "--context", 64, "--windows", 2)
     assert "KL, nats" in figures
@@ -254,7 +254,7 @@ def test_plain_weights_on_a_ternary_grid_are_told(model: Path, capsys) -> None:
             tensors[name] = (signs * scale).flatten(1).bfloat16()
     save_file(tensors, model / "model.safetensors", {"format": "pt"})
     assert open_checkpoint(model).ternary
-    assert "weights of three values each, -s, 0 and s" in capsys.readouterr().err
+    assert "weights have three values each, -s, 0 and s" in capsys.readouterr().err
     for name, weight in tensors.items():
         if ".layers." in name and weight.dim() == 2:
             weight[0, :2] = torch.tensor([0.3, 0.4])
