@@ -13,6 +13,8 @@ namespace sparsepack {
 
 // Looser than the bounds of the tests in Python, which know when errors average out.
 inline constexpr float NORMWISE = 3e-4f, GUARD = 12345.0f;
+// Of a product of many positions: both factors are rounded to 14 bits, and a matrix of one weight has no mean over many.
+inline constexpr float MANY = 5e-4f;
 inline int failures = 0, checks = 0;
 
 // ---- random numbers, and vectors with guards behind them ------------------------------------------------------------

@@ -15,7 +15,7 @@ namespace {  // of each file its own: instruction sets differ
 
 struct ZigzagQ6_K {
     // A column of a quad while it runs: the scale of each sub-block of 16 rows and the d of each band, then chunks.
-    enum { NUMBER = Q6_K, SUPERBLOCK_BYTES = sizeof(Q6KBlock), SUB_ROWS = 16 };
+    enum { NUMBER = Q6_K, SUPERBLOCK_BYTES = sizeof(Q6KBlock), SUB_ROWS = 16, LARGEST = 32 };
     struct Header {
         int8_t scales[2 * QUAD_CHUNKS];
         Bits16 d[QUAD_BANDS];

@@ -13,7 +13,7 @@ namespace {  // of each file its own: instruction sets differ
 
 struct ZigzagQ8_0 {
     // A column of a quad while it runs: the d of each chunk of 32 rows, then the chunks.
-    enum { NUMBER = Q8_0, SUPERBLOCK_BYTES = 8 * sizeof(Q80Block), SUB_ROWS = 32 };
+    enum { NUMBER = Q8_0, SUPERBLOCK_BYTES = 8 * sizeof(Q80Block), SUB_ROWS = 32, LARGEST = 128 };
     struct Header {
         Bits16 d[QUAD_CHUNKS];
     };

@@ -2,6 +2,8 @@
 
 #include <stdexcept>
 
+#include "system/system.h"
+
 #ifdef SPARSEPACK_AVX2
 #include <cpuid.h>
 #endif
@@ -13,18 +15,21 @@ namespace {
 // What processor and system support, by cpuid: __builtin_cpu_supports asks the compiler's own library, which is not
 // linked, or says no to everything, with some compilers for Windows.
 struct Supported {
-    bool avx2 = false, avxvnni = false, avx512 = false;
+    bool avx2 = false, avxvnni = false, avx512 = false, amx = false;
 
     Supported() {
         constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX2 = 1u << 5, AVXVNNI = 1u << 4;
         constexpr unsigned AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, AVX512_VNNI = 1u << 11;  // F, DQ, BW, VL
-        constexpr unsigned YMM_STATE = 0x06, ZMM_STATE = 0xe6;
+        constexpr unsigned AMX = 1u << 24 | 1u << 25;                                                   // TILE, INT8
+        constexpr unsigned YMM_STATE = 0x06, ZMM_STATE = 0xe6, TILE_STATE = 0x60000;
         unsigned a, b, c, d, state, high;
         if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & FMA) || !(c & OSXSAVE)) return;
         __asm__("xgetbv" : "=a"(state), "=d"(high) : "c"(0));
         if ((state & YMM_STATE) != YMM_STATE || !__get_cpuid_count(7, 0, &a, &b, &c, &d)) return;
         avx2 = b & AVX2;  // no processor has it without F16C
+        const bool tiles = (d & AMX) == AMX && (state & TILE_STATE) == TILE_STATE;
         avx512 = (state & ZMM_STATE) == ZMM_STATE && (b & AVX512) == AVX512 && (c & AVX512_VNNI);
+        amx = avx512 && tiles && allow_tiles();
         avxvnni = avx2 && a && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVXVNNI);
     }
 };
@@ -34,6 +39,9 @@ std::vector<const Kernels*> usable() {
     std::vector<const Kernels*> sets;
 #ifdef SPARSEPACK_AVX2
     static const Supported supported;
+#endif
+#ifdef SPARSEPACK_AMX
+    if (supported.amx) sets.push_back(&amx_kernels);
 #endif
 #ifdef SPARSEPACK_AVX512
     if (supported.avx512) sets.push_back(&avx512_kernels);
@@ -71,7 +79,11 @@ const Kernels& kernels(const std::string& name) {
 Encoders encoders(const std::string& name) {
     const Kernels* set = &kernels(name);
 #ifdef SPARSEPACK_AVX512
-    if (set == &avx512_kernels)
+    bool wide = set == &avx512_kernels;
+#ifdef SPARSEPACK_AMX
+    wide |= set == &amx_kernels;
+#endif
+    if (wide)
         return {encode_q4_k_avx512,   encode_q6_k_avx512, encode_q6_p_avx512, quantise_avx512,
                 feedback_q6_p_avx512, balance_avx512,     int8_avx512};
 #endif

@@ -211,6 +211,7 @@ extern const Kernels scalar_kernels;
 extern const Kernels avx2_kernels;
 extern const Kernels avxvnni_kernels;
 extern const Kernels avx512_kernels;
+extern const Kernels amx_kernels;
 extern const Kernels neon_kernels;
 
 }  // namespace sparsepack

@@ -18,6 +18,7 @@
 #endif
 #if defined(__linux__)
 #include <sched.h>
+#include <sys/syscall.h>
 #elif defined(__APPLE__)
 #include <libkern/OSCacheControl.h>
 #endif
@@ -111,6 +112,15 @@ void flush_caches(const void* data, size_t bytes) noexcept {
 #elif defined(__aarch64__)
     __asm__ __volatile__("dsb ish" : : : "memory");
 #endif
+#endif
+}
+
+bool allow_tiles() noexcept {
+#if defined(__linux__) && defined(__x86_64__)
+    constexpr long REQUEST_STATE = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM
+    return syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+#else
+    return false;
 #endif
 }
 

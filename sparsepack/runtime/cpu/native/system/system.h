@@ -31,6 +31,9 @@ int usable_processors() noexcept;
 // The number of the process, which a fork changes.
 long process() noexcept;
 
+// Whether this process may use the tiles of AMX, which its system grants on request.
+bool allow_tiles() noexcept;
+
 // Tells the processor that a thread spins.
 void pause() noexcept;
 
