@@ -179,8 +179,9 @@ void check_products(const Kernels& k, const Made& made) {
                 }
             }
             float coarse = 0;  // these round inputs, too
-            for (int p = 0; p < positions && positions <= 8; p++)
-                coarse = std::hypot(coarse, 2 * COARSE * largest_norm(made, of, x.data() + p * x_stride));
+            for (int p = 0; p < positions; p++)
+                coarse = std::hypot(
+                    coarse, (positions > 8 ? MANY : 2 * COARSE) * largest_norm(made, of, x.data() + p * x_stride));
             check_near(y[1], y[0], k.name, what + text(", %d positions", positions), positions > 8 ? MANY : FINE,
                        coarse + 1e-6f);
         }

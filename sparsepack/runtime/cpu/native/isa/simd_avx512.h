@@ -75,6 +75,27 @@ INLINE VecInt add_neighbours(VecInt a, VecInt b) {
     return (VecInt)_mm512_add_epi32(_mm512_permutex2var_epi32((__m512i)a, even, (__m512i)b),
                                     _mm512_permutex2var_epi32((__m512i)a, odd, (__m512i)b));
 }
+// Rows become columns.
+INLINE void transpose(VecInt v[WIDTH]) {
+    __m512i a[WIDTH], b[WIDTH];
+    for (int32_t i = 0; i < WIDTH; i += 2) {
+        a[i] = _mm512_unpacklo_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32((__m512i)v[i], (__m512i)v[i + 1]);
+    }
+    for (int32_t i = 0; i < WIDTH; i += 4) {  // b[i + k]: column 4 q + k of rows i to i + 3, q each quarter
+        b[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]), b[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int32_t k = 0; k < 4; k++) {
+        __m512i low = _mm512_shuffle_i32x4(b[k], b[4 + k], 0x88), high = _mm512_shuffle_i32x4(b[k], b[4 + k], 0xdd);
+        __m512i low2 = _mm512_shuffle_i32x4(b[8 + k], b[12 + k], 0x88);
+        __m512i high2 = _mm512_shuffle_i32x4(b[8 + k], b[12 + k], 0xdd);
+        v[k] = (VecInt)_mm512_shuffle_i32x4(low, low2, 0x88);
+        v[4 + k] = (VecInt)_mm512_shuffle_i32x4(high, high2, 0x88);
+        v[8 + k] = (VecInt)_mm512_shuffle_i32x4(low, low2, 0xdd);
+        v[12 + k] = (VecInt)_mm512_shuffle_i32x4(high, high2, 0xdd);
+    }
+}
 // The mask of the scores, of 2 * WIDTH, that are at least the limit: bit BITS * lane.
 enum { BITS = 1 };
 INLINE uint64_t at_least_mask(const int16_t* scores, int16_t limit) {
