@@ -50,7 +50,7 @@ def models(variant: str) -> tuple[PackedModel, Any]:
 
 @cache
 def oracle(variant: str, sequences: int) -> tuple[Tensor, Tensor, Union]:
-    return union_logits(models(variant)[0], sequences, 3, clear=5e-4)  # keys and values in half precision
+    return union_logits(models(variant)[0], sequences, 3, clear=1e-3)  # keys and values in half precision
 
 
 @cache

@@ -42,15 +42,20 @@ class Union:
 def union_logits(
     packed: PackedModel, sequences: int, length: int, clear: float = CLEAR
 ) -> tuple[Tensor, Tensor, Union]:
-    """Random texts [B, S] for which rounding by `clear`, relative, decides about no column; their teacher-forced logits
-    [B, S, V], all positions sparse; and what was kept."""
+    """Of 200 random texts [B, S] those whose inputs are clearest of their thresholds, by more than `clear`, relative, so
+    that rounding decides about no column; their teacher-forced logits [B, S, V], all positions sparse; and what was kept.
+
+    The first that are clear by enough would do, but thresholds are computed, too, and differ between processors: what
+    is clear enough on one may be a tie on the next.
+    """
     model = stock_model(packed)
+    found: list[tuple[Tensor, Tensor, Union]] = []
     for seed in range(200):
         bits = torch.Generator().manual_seed(seed)
         texts = torch.randint(packed.architecture.vocabulary, (sequences, length), generator=bits)
         watch = Union(packed)
         with site_hooks(list(enumerate(model.model.layers)), FAMILIES[packed.architecture.model_type], watch):
-            logits = model(texts).logits
-        if watch.nearest > clear:
-            return texts, logits, watch
-    raise AssertionError("no texts whose inputs are clear of the thresholds")
+            found.append((texts, model(texts).logits, watch))
+    clearest = max(found, key=lambda each: each[2].nearest)
+    assert clearest[2].nearest > clear, "no texts whose inputs are clear of the thresholds"
+    return clearest
