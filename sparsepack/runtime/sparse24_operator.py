@@ -19,7 +19,7 @@ fit together are a `ValueError`.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -76,16 +76,18 @@ _MOST = {dtype: torch.tensor(steps) for dtype, steps in STEPS.items()}
 
 
 _INT8_STEP = 32  # quantise/int8.h
+_MOST_BY_US = 8
+"""Tokens of a product of int8 that the CPU's kernels compute themselves. torch copies the weights for each product, in
+the order that the processor takes, and is faster from there on where that has VNNI or AMX."""
 
 
 def dense_type(matrix: Sparse24Matrix, dtype: torch.dtype) -> torch.dtype:
-    """The type of dense weights for inputs of a type off NVIDIA's GPUs: bfloat16 where the inputs are and the processor
-    multiplies it; int8 where the CPU's kernels do. Values of 8 bits are exact in each."""
+    """The type of dense weights for inputs of a type off NVIDIA's GPUs: int8 where they are int8 and the CPU's kernels
+    run; else bfloat16 where the inputs are and the processor multiplies it. Values of 8 bits are exact in each."""
+    if matrix.values.dtype == torch.int8 and matrix.values.is_cpu and _kernels(torch.get_num_threads()):
+        return torch.int8
     fast = dtype == torch.bfloat16 and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    if fast and torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return torch.bfloat16
-    native = matrix.values.dtype == torch.int8 and matrix.values.is_cpu and _kernels(torch.get_num_threads())
-    return torch.int8 if native else torch.float32
+    return torch.bfloat16 if fast and torch.ops.mkldnn._is_mkldnn_bf16_supported() else torch.float32
 
 
 def _off_gpu(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, prepared: Sequence[Tensor]) -> Tensor:
@@ -122,14 +124,33 @@ def _int8_linear(x: Tensor, matrix: Sparse24Matrix, bias: Tensor | None, weights
     if x.shape[-1] != columns:
         raise ValueError(f"inputs {list(x.shape)}; expected [..., {columns}]")
     x = (x if bfloats else x.float()).contiguous()
-    y = torch.empty(*x.shape[:-1], rows)
-    if tokens := y.numel() // rows:
-        bias = None if bias is None else bias.float()
-        addresses = (weights.data_ptr(), matrix.scale.data_ptr(), 0 if bias is None else bias.data_ptr(), y.data_ptr())
-        kernels = _kernels(torch.get_num_threads())
-        assert kernels is not None  # `prepare` would have made no int8 weights
-        kernels.int8_linear(x.data_ptr(), bfloats, *addresses, tokens, rows, columns, stride)
-    return y
+    tokens = x.numel() // columns
+    if not tokens:
+        return torch.empty(*x.shape[:-1], rows)
+    bias = None if bias is None else bias.float()
+    scales = (matrix.scale.data_ptr(), 0 if bias is None else bias.data_ptr())
+    kernels = _kernels(torch.get_num_threads())
+    assert kernels is not None  # `prepare` would have made no int8 weights
+    if tokens <= _MOST_BY_US or not _torch_multiplies_int8():
+        y = torch.empty(*x.shape[:-1], rows)
+        addresses = (x.data_ptr(), bfloats, weights.data_ptr(), *scales, y.data_ptr())
+        kernels.int8_linear(*addresses, tokens, rows, columns, stride)
+        return y
+    q, x_scale = torch.empty(tokens, stride, dtype=torch.int8), torch.empty(tokens)
+    kernels.int8_rows(x.data_ptr(), bfloats, q.data_ptr(), x_scale.data_ptr(), tokens, columns, stride)
+    y = torch._int_mm(q, weights.t()).view(torch.float32)  # sums, which become y in their own memory
+    kernels.scale_sums(x_scale.data_ptr(), *scales, y.data_ptr(), tokens, rows)
+    return y.view(*x.shape[:-1], rows)
+
+
+@cache
+def _torch_multiplies_int8() -> bool:
+    """Whether torch has a fast product of int8 on this processor, and its sums are exact: without VNNI they saturate at
+    16 bits."""
+    if not (torch.backends.mkldnn.is_available() and torch.cpu._is_vnni_supported()):  # type: ignore[no-untyped-call]
+        return False
+    largest = torch.full((_MOST_BY_US + 1, 2 * _INT8_STEP), 127, dtype=torch.int8)
+    return bool((torch._int_mm(largest, largest.t()) == 127**2 * largest.shape[1]).all())
 
 
 def _rounded_rows(x: Tensor, dtype: torch.dtype, scaled: bool) -> tuple[Tensor, Tensor | None]:

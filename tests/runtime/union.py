@@ -42,11 +42,10 @@ class Union:
 def union_logits(
     packed: PackedModel, sequences: int, length: int, clear: float = CLEAR
 ) -> tuple[Tensor, Tensor, Union]:
-    """Of 200 random texts [B, S] those whose inputs are clearest of their thresholds, by more than `clear`, relative, so
-    that rounding decides about no column; their teacher-forced logits [B, S, V], all positions sparse; and what was kept.
+    """Of 200 random texts [B, S] those with inputs clearest of their thresholds, by more than `clear`, relative, so
+    that rounding decides about no column; their logits [B, S, V], every position sparse; and what was kept.
 
-    The first that are clear by enough would do, but thresholds are computed, too, and differ between processors: what
-    is clear enough on one may be a tie on the next.
+    The clearest, not the first that are clear: thresholds are computed, too, and processors round them differently.
     """
     model = stock_model(packed)
     found: list[tuple[Tensor, Tensor, Union]] = []

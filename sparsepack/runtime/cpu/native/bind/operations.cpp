@@ -236,12 +236,29 @@ public:
             int8_.round_rows({bfloats ? nullptr : (const float*)x + from, bfloats ? (const uint16_t*)x + from : nullptr,
                               (float*)y + from, scales ? (float*)scales + first : nullptr, count, columns, steps, fp8});
         };
-        constexpr int64_t AT_ONCE = 1 << 16;  // values, in some ten microseconds: as long as threads take to wake
-        int64_t each = std::max<int64_t>(AT_ONCE / std::max<int64_t>(columns, 1), 1), parts = (rows + each - 1) / each;
-        if (parts <= 2) return some(0, rows);
-        std::lock_guard<std::mutex> lock(mutex_);
-        pool_.run([&](int) {
-            pool_.share((int)parts, [&](int part, int) { some(part * each, std::min(each, rows - part * each)); });
+        share_rows(rows, columns, some);
+    }
+
+    // RoundWork to int8, q [rows, stride].
+    void int8_rows(uintptr_t x, bool bfloats, uintptr_t q, uintptr_t scales, int64_t rows, int64_t columns,
+                   int64_t stride) {
+        expect(x && q && scales && rows >= 0 && columns >= 0 && columns <= stride, "x, q, scales: expected addresses");
+        expect(stride <= MOST_INT8_COLUMNS, "columns: more than a sum of 32 bits holds");
+        share_rows(rows, columns, [&](int64_t first, int64_t count) {
+            int64_t from = first * columns;
+            int8_.bytes_of_rows(
+                {bfloats ? nullptr : (const float*)x + from, bfloats ? (const uint16_t*)x + from : nullptr, nullptr,
+                 (float*)scales + first, count, columns, 127, false},
+                (int8_t*)q + first * stride, stride);
+        });
+    }
+
+    // ScaleWork by addresses; bias may be 0.
+    void scale_sums(uintptr_t x_scales, uintptr_t scales, uintptr_t bias, uintptr_t y, int64_t tokens, int64_t rows) {
+        expect(x_scales && scales && y && tokens >= 0 && rows >= 0, "x_scales, scales, y: expected addresses");
+        share_rows(tokens, rows, [&](int64_t first, int64_t count) {
+            int8_.scale_sums({(const float*)x_scales, (const float*)scales, (const float*)bias, (float*)y, rows, first,
+                              first + count});
         });
     }
 
@@ -293,6 +310,18 @@ public:
     }
 
 private:
+    // some(first, count) for all rows of so many values: by the threads where there are many.
+    template <class Some>
+    void share_rows(int64_t rows, int64_t columns, const Some& some) {
+        constexpr int64_t AT_ONCE = 1 << 16;  // values, in some ten microseconds: as long as threads take to wake
+        int64_t each = std::max<int64_t>(AT_ONCE / std::max<int64_t>(columns, 1), 1), parts = (rows + each - 1) / each;
+        if (parts <= 2) return some(0, rows);
+        std::lock_guard<std::mutex> lock(mutex_);
+        pool_.run([&](int) {
+            pool_.share((int)parts, [&](int part, int) { some(part * each, std::min(each, rows - part * each)); });
+        });
+    }
+
     // Bytes of a superblock of that type.
     static int64_t expect_block(int32_t block) {
         int64_t bytes = zigzag_block(block).superblock;
@@ -407,6 +436,10 @@ void bind_operations(nb::module_& m) {
         .def("append", &Operations::append, "cache"_a, "layer"_a, "qkv"_a, Released())
         .def("round_rows", &Operations::round_rows, "x"_a, "bfloats"_a, "y"_a, "scales"_a, "rows"_a, "columns"_a,
              "steps"_a, "fp8"_a, Released())
+        .def("int8_rows", &Operations::int8_rows, "x"_a, "bfloats"_a, "q"_a, "scales"_a, "rows"_a, "columns"_a,
+             "stride"_a, Released())
+        .def("scale_sums", &Operations::scale_sums, "x_scales"_a, "scales"_a, "bias"_a, "y"_a, "tokens"_a, "rows"_a,
+             Released())
         .def("int8_linear", &Operations::int8_linear, "x"_a, "bfloats"_a, "weights"_a, "scales"_a, "bias"_a, "y"_a,
              "tokens"_a, "rows"_a, "columns"_a, "stride"_a, Released())
         .def("attend", &Operations::attend, "cache"_a, "layer"_a, "qkv"_a, "y"_a, "sparse"_a = false, Released());

@@ -40,12 +40,25 @@ using Int8Matmul = void (*)(const Int8Work& work);
 
 // RoundWork to whole numbers, which lie `stride` apart in `words`, with zeros behind them; y is not read.
 using WordsOfRows = void (*)(const RoundWork& work, int16_t* words, int64_t stride);
+using BytesOfRows = void (*)(const RoundWork& work, int8_t* bytes, int64_t stride);
+
+// What Int8Matmul makes of its sums, of tokens [first, last).
+//
+// y  [tokens, rows]: before, the bits of the sums, int32: memory that is new costs more than the rest
+struct ScaleWork {
+    const float *x_scales, *scales, *bias;
+    float* y;
+    int64_t rows, first, last;
+};
+using ScaleSums = void (*)(const ScaleWork& work);
 
 // What an instruction set has of these.
 struct Int8Kernels {
     RoundRows round_rows;
     WordsOfRows words_of_rows;
+    BytesOfRows bytes_of_rows;
     Int8Matmul matmul;
+    ScaleSums scale_sums;
 };
 extern const Int8Kernels int8_plain;
 extern const Int8Kernels int8_avx2;    // where the build has it
