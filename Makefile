@@ -180,7 +180,7 @@ build/mps/tiny.gguf: | build
 
 # The CPU kernels as Apple's clang would compile them, but for its headers, which zig brings: the flags are those of
 # runtime/cpu/native/CMakeLists.txt. What binds them to Python takes this machine's headers of Python, which differ in no type.
-CPU_SOURCES := $(filter-out %/avx2.cpp %/avxvnni.cpp %/avx512.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp"))
+CPU_SOURCES := $(filter-out %/avx2.cpp %/avxvnni.cpp %/avx512.cpp %/amx.cpp,$(shell find sparsepack/runtime/cpu/native -name "*.cpp"))
 PYTHON_HEADERS = $(shell $(BIN)/python -c "import nanobind, sysconfig; print('-isystem', nanobind.include_dir(), '-isystem', sysconfig.get_path('include'))")
 check-macos: $(VENV)/.installed-test
 	@mkdir -p build/macos
