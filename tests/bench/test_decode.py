@@ -118,7 +118,7 @@ def test_output_is_checked_before_anything_is_timed(monkeypatch: pytest.MonkeyPa
     assert max(result()["check"].values()) < 1e-4
     step = Engine.step_all
     monkeypatch.setattr(Engine, "step_all", lambda engine, ids: 2 * step(engine, ids))
-    with pytest.raises(RuntimeError, match="steps differ from the whole text at once by 1"):
+    with pytest.raises(UserError, match="steps differ from the whole text at once by 1"):
         bench_decode(sparse_model(), SETTINGS)
 
 
