@@ -239,7 +239,7 @@ def _difference(engine: Engine, mode: str, tokens: Sequence[int], expected: Sequ
     difference = statistics.median(differences)
     largest = LARGEST_DIFFERENCE if engine.dense else SPARSE_DIFFERENCE
     if not difference <= largest:
-        ties = "" if engine.dense else " (many inputs near their thresholds, where rounding decides? pack with less skipped)"
+        ties = "" if engine.dense else "; rounding decides where inputs lie near thresholds: pack with less skipped"
         raise UserError(
             f"backend {engine.backend}, {mode}: steps differ from the whole text at once by {difference:.3g} of the "
             f"logits, expected at most {largest}; not measured{ties}"
