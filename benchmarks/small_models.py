@@ -56,7 +56,7 @@ from sparsepack.calibrate.rotation import BOUNDS
 from sparsepack.calibrate.thresholds import AllocationOptions
 from sparsepack.eval.options import EvalRequest
 from sparsepack.eval.perplexity import score_windows, summarise
-from sparsepack.eval.protocols import CountingScorer, Done, WindowScorer, ignored
+from sparsepack.eval.protocols import CountingScorer, WindowScorer
 from sparsepack.eval.run import realised_sparsity
 from sparsepack.eval.subject import TransformersSubject, open_subject
 from sparsepack.eval.tasks import run_tasks
@@ -227,18 +227,11 @@ class Remembered:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._scorer, name)
 
-    def hidden(
-        self,
-        input_ids: torch.Tensor,
-        lengths: torch.Tensor | None,
-        sparse_from: torch.Tensor,
-        batch: int | None = None,
-        done: Done = ignored,
-    ) -> torch.Tensor:
-        """Return what logits are made of, as `WindowScorer.hidden` does."""
+    def hidden(self, input_ids: torch.Tensor, *given: Any, **named: Any) -> torch.Tensor:
+        """Return what logits are made of, as `WindowScorer.hidden` does; whatever is scored of it, it is the same."""
         key = input_ids.numpy().tobytes()
         if key not in self._hidden:
-            self._hidden[key] = self._scorer.hidden(input_ids, lengths, sparse_from, batch, done)
+            self._hidden[key] = self._scorer.hidden(input_ids, *given, **named)
         return self._hidden[key]
 
 

@@ -35,8 +35,9 @@ FROZEN = Path(os.environ.get("SPARSEPACK_FROZEN", Path(__file__).parent / "data"
 PROMPT = "It was a cold evening, and"
 TOKENS = 12
 """Tokens that are written greedily after the prompt."""
-LOGITS, CLOSE = 8, 2e-2
-"""So many logits are kept, which may differ by so much from one processor to another."""
+LOGITS, CLOSE, SHARE = 8, 2e-2, 2e-3
+"""So many logits are kept, which may differ from one processor to another by CLOSE, or by this share of the largest
+one: each instruction set reads prompts with its own 14 to 16 bits of a value."""
 BACKENDS = ("reference", "cpu")
 
 
@@ -163,7 +164,8 @@ def assert_same(found: dict[str, Any], frozen: dict[str, Any]) -> None:
     """Fail where bytes or tokens are not those that were frozen, or logits are not close."""
     for backend in BACKENDS:
         logits = [each.get(backend, {}).pop("logits", []) for each in (found, frozen)]
-        assert logits[0] == pytest.approx(logits[1], abs=CLOSE)
+        largest = max((abs(logit) for logit in logits[1]), default=0.0)
+        assert logits[0] == pytest.approx(logits[1], abs=max(CLOSE, SHARE * largest))
     assert found == frozen
 
 

@@ -186,7 +186,7 @@ def _comparable(name: str, data: bytes) -> bytes:
             value.pop(key, None)
         stages = value["stages"]
         for stage in stages.values() if isinstance(stages, dict) else stages:
-            for key in ("seconds", "status"):
+            for key in ("seconds", "processor_seconds", "status"):
                 stage.pop(key, None)
             for output in stage.get("outputs", {}).values():
                 del output["mtime_ns"]
