@@ -235,13 +235,32 @@ class Remembered:
         return self._hidden[key]
 
 
+def model_files(models: Sequence[Path], work: Path) -> list[Path]:
+    """Return the models that a command names, those of folders of wheels written to the work folder."""
+    return [path for each in models for path in (published_models(each, work) if [*each.glob("*.whl")] else [each])]
+
+
+def prepare(model: Path, work: Path, text: str, samples: int, device: str) -> tuple[Path, Path, Path]:
+    """Rescale a model and calibrate it on so many windows of a text, where the work folder has not got them yet.
+
+    Returns the folders of the rescaled model, of its calibration and of packed files.
+    """
+    rescaled, calibration = work / f"{model.stem}.rescaled", work / f"{model.stem}.calibration-{samples}"
+    files = work / f"{model.stem}.files"
+    files.mkdir(exist_ok=True)
+    if not rescaled.exists():
+        error = write_rescaled(str(model), rescaled)
+        click.echo(f"{model.name}: rescaled, logits differ by {error:.1e} of their norm")
+    if not calibration.exists():
+        calibrate(str(rescaled), text, calibration, CalibrateOptions(samples=samples, device=device, dtype="float32"))
+    return rescaled, calibration, files
+
+
 def packed_rows(
     model: Path, calibration: Path, reference: TransformersSubject, folder: Path, names: Collection[str]
 ) -> Iterator[Measured]:
     """Pack the model each way that `names` has, with its own embedding and output matrix."""
     device = reference.device
-    embedding = reference.source.tensor(EMBEDDING)
-    output = embedding if reference.source.config.tie_word_embeddings else reference.source.tensor(HEAD)
     for row in (each for each in ROWS if each.name in names):
         format = format_of(row.format)
         allocation = AllocationOptions(row.sparsity, device=device, dtype="float32")
@@ -258,9 +277,16 @@ def packed_rows(
             overwrite=True,
         )
         path = pack(request).path
-        subject = open_subject(str(path), None, device, "float32")
-        subject = replace(subject, source=ChangedWeights(subject.source, {EMBEDDING: embedding, HEAD: output}))
+        subject = with_float_output(path, reference)
         yield Measured(row.name, subject, describe(path)["bits_per_weight"]["blocks"], format.bits, path)
+
+
+def with_float_output(path: Path, reference: TransformersSubject) -> TransformersSubject:
+    """Open a packed file with the embedding and output matrix of the model that it was packed from."""
+    embedding = reference.source.tensor(EMBEDDING)
+    output = embedding if reference.source.config.tie_word_embeddings else reference.source.tensor(HEAD)
+    subject = open_subject(str(path), None, reference.device, "float32")
+    return replace(subject, source=ChangedWeights(subject.source, {EMBEDDING: embedding, HEAD: output}))
 
 
 def llama_cpp_rows(
@@ -504,19 +530,11 @@ def main(
     if rounds:
         check_llama_cpp()
     work.mkdir(parents=True, exist_ok=True)
-    found = [path for each in models for path in (published_models(each, work) if [*each.glob("*.whl")] else [each])]
+    found = model_files(models, work)
     stored = json.loads(json_path.read_text()) if json_path and json_path.exists() else []
     figures = {(each["model"], each["row"]): each for each in stored}
     for model in found:
-        rescaled, calibration = work / f"{model.stem}.rescaled", work / f"{model.stem}.calibration-{samples}"
-        files = work / f"{model.stem}.files"
-        files.mkdir(exist_ok=True)
-        if not rescaled.exists():
-            error = write_rescaled(str(model), rescaled)
-            click.echo(f"{model.name}: rescaled, logits differ by {error:.1e} of their norm")
-        if not calibration.exists():
-            collected = CalibrateOptions(samples=samples, device=device, dtype="float32")
-            calibrate(str(rescaled), calibration_text, calibration, collected)
+        rescaled, calibration, files = prepare(model, work, calibration_text, samples, device)
         reference = open_subject(str(rescaled), None, device, "float32")
         scorer = Remembered(reference.scorer())
         data = {Path(text).name.split(".")[0]: windows_of_half(reference, text, windows) for text in texts}
