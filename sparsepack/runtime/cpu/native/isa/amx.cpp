@@ -1,4 +1,4 @@
-// The kernels with AVX-512, and tiles of AMX (TILE, INT8) for prompts.
+// The kernels with AVX-512 (VBMI, too), and tiles of AMX (TILE, INT8) for prompts and several sequences.
 #include "isa/simd_avx512.h"
 
 #define SPARSEPACK_KERNELS amx_kernels

@@ -19,8 +19,9 @@ struct Supported {
 
     Supported() {
         constexpr unsigned FMA = 1u << 12, OSXSAVE = 1u << 27, AVX2 = 1u << 5, AVXVNNI = 1u << 4;
-        constexpr unsigned AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31, AVX512_VNNI = 1u << 11;  // F, DQ, BW, VL
-        constexpr unsigned AMX = 1u << 24 | 1u << 25;                                                   // TILE, INT8
+        constexpr unsigned AVX512 = 1u << 16 | 1u << 17 | 1u << 30 | 1u << 31;  // F, DQ, BW, VL
+        constexpr unsigned AVX512_VNNI = 1u << 11, AVX512_VBMI = 1u << 1;
+        constexpr unsigned AMX = 1u << 24 | 1u << 25;  // TILE, INT8
         constexpr unsigned YMM_STATE = 0x06, ZMM_STATE = 0xe6, TILE_STATE = 0x60000;
         unsigned a, b, c, d, state, high;
         if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & FMA) || !(c & OSXSAVE)) return;
@@ -29,7 +30,7 @@ struct Supported {
         avx2 = b & AVX2;  // no processor has it without F16C
         const bool tiles = (d & AMX) == AMX && (state & TILE_STATE) == TILE_STATE;
         avx512 = (state & ZMM_STATE) == ZMM_STATE && (b & AVX512) == AVX512 && (c & AVX512_VNNI);
-        amx = avx512 && tiles && allow_tiles();
+        amx = avx512 && (c & AVX512_VBMI) && tiles && allow_tiles();
         avxvnni = avx2 && a && __get_cpuid_count(7, 1, &a, &b, &c, &d) && (a & AVXVNNI);
     }
 };

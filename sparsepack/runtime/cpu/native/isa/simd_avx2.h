@@ -84,6 +84,22 @@ INLINE void store_bytes(int8_t* p, const VecInt* v) {
     words = _mm256_permute4x64_epi64(words, 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
+// Whole numbers of 15 bits, 4 * WIDTH of them, as a high and a low byte with a sign; of 7 bits, where not fine, as a high byte.
+// Returns the sum of `sums` and each four of them that lie WIDTH apart.
+INLINE VecInt store_digits(const VecInt* numbers, bool fine, int8_t* high, int8_t* low, VecInt sums) {
+    VecInt highs[4], lows[4];
+#pragma GCC unroll 4
+    for (int32_t v = 0; v < 4; v++) {
+        sums += numbers[v];
+        highs[v] = fine ? (numbers[v] + 128) >> 8 : numbers[v];
+        lows[v] = numbers[v] - (highs[v] << 8);
+    }
+    for (int32_t v = 0; v < 4; v += 16 / WIDTH) {
+        store_bytes(high + v * WIDTH, highs + v);
+        if (fine) store_bytes(low + v * WIDTH, lows + v);
+    }
+    return sums;
+}
 // Per lane, the sum of its low nibbles times the bytes of `low` and its high nibbles times those of `high`.
 INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
     const __m256i nibble = _mm256_set1_epi8(15);
@@ -102,6 +118,22 @@ INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
 // Sums of neighbouring lanes: those of a, then those of b.
 INLINE VecInt add_neighbours(VecInt a, VecInt b) {
     return (VecInt)_mm256_permute4x64_epi64(_mm256_hadd_epi32((__m256i)a, (__m256i)b), 0xd8);
+}
+// Rows become columns.
+INLINE void transpose(VecInt v[WIDTH]) {
+    __m256i a[WIDTH], b[WIDTH];
+    for (int32_t i = 0; i < WIDTH; i += 2) {
+        a[i] = _mm256_unpacklo_epi32((__m256i)v[i], (__m256i)v[i + 1]);
+        a[i + 1] = _mm256_unpackhi_epi32((__m256i)v[i], (__m256i)v[i + 1]);
+    }
+    for (int32_t i = 0; i < WIDTH; i += 4) {  // b[i + k]: columns k and 4 + k of rows i to i + 3
+        b[i] = _mm256_unpacklo_epi64(a[i], a[i + 2]), b[i + 1] = _mm256_unpackhi_epi64(a[i], a[i + 2]);
+        b[i + 2] = _mm256_unpacklo_epi64(a[i + 1], a[i + 3]), b[i + 3] = _mm256_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    for (int32_t k = 0; k < 4; k++) {
+        v[k] = (VecInt)_mm256_permute2x128_si256(b[k], b[4 + k], 0x20);
+        v[4 + k] = (VecInt)_mm256_permute2x128_si256(b[k], b[4 + k], 0x31);
+    }
 }
 // The mask of the scores, of 2 * WIDTH, that are at least the limit: bit BITS * lane.
 enum { BITS = 2 };
@@ -122,7 +154,7 @@ INLINE void store_eights(int8_t* p, int32_t, VecInt v) {
 
 // ---- Zigzag matrices: two chunks (64 rows) a vector -----------------------------------------------------------------
 
-enum { VECTOR_CHUNKS = 2, MATMUL_POSITIONS = 2, MATMUL_HALVES = 1 };
+enum { VECTOR_CHUNKS = 2 };
 
 INLINE VecInt words_low(VecInt a, VecInt b) { return (VecInt)_mm256_unpacklo_epi16((__m256i)a, (__m256i)b); }
 INLINE VecInt words_high(VecInt a, VecInt b) { return (VecInt)_mm256_unpackhi_epi16((__m256i)a, (__m256i)b); }
@@ -190,6 +222,23 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
 
 INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)_mm256_unpacklo_epi8((__m256i)a, (__m256i)b); }
 INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)_mm256_unpackhi_epi8((__m256i)a, (__m256i)b); }
+// The 16 bytes at `offset` of four columns, of each of GATHERED chunks: lane k of the chunk's first vector has byte k of the
+// four, of its second one byte 8 + k.
+enum { GATHERED = 2 };
+INLINE void gather_bytes(const uint8_t* const* columns, int64_t offset, VecInt to[4]) {
+    VecInt column[4], fours[4];
+    for (int32_t i = 0; i < 4; i++) column[i] = load_ints(columns[i] + offset);
+    for (int32_t half = 0; half < 2; half++) {
+        VecInt ab = half ? bytes_high(column[0], column[1]) : bytes_low(column[0], column[1]);
+        VecInt cd = half ? bytes_high(column[2], column[3]) : bytes_low(column[2], column[3]);
+        fours[2 * half] = words_low(ab, cd), fours[2 * half + 1] = words_high(ab, cd);
+    }
+    for (int32_t p = 0; p < 2; p++) {
+        __m256i low = (__m256i)fours[2 * p], high = (__m256i)fours[2 * p + 1];
+        to[p] = (VecInt)_mm256_permute2x128_si256(low, high, 0x20);
+        to[2 + p] = (VecInt)_mm256_permute2x128_si256(low, high, 0x31);
+    }
+}
 // Bits of a where the mask has ones, else of b; and the other way round.
 INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) { return (a & mask) | (b & ~mask); }
 INLINE VecInt replace_bits(VecInt a, VecInt b, VecInt mask) { return (b & mask) | (a & ~mask); }
@@ -207,6 +256,17 @@ INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
     return (VecInt)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
 }
 #endif
+
+// The same of two pairs, where bytes of a are at most 63.
+INLINE VecInt dot_two(VecInt sum, VecInt a, VecInt b, VecInt a2, VecInt b2) {
+#ifdef __AVXVNNI__
+    return dot_bytes(dot_bytes(sum, a, b), a2, b2);
+#else
+    __m256i words =
+        _mm256_add_epi16(_mm256_maddubs_epi16((__m256i)a, (__m256i)b), _mm256_maddubs_epi16((__m256i)a2, (__m256i)b2));
+    return (VecInt)_mm256_add_epi32((__m256i)sum, _mm256_madd_epi16(words, _mm256_set1_epi16(1)));
+#endif
+}
 
 // Keeps a sum in its register around a loop, where GCC would copy it.
 INLINE void keep(VecInt* a) { __asm__("" : "+x"(*a)); }

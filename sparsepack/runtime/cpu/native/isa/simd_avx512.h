@@ -60,6 +60,23 @@ INLINE VecInt load_signed_bytes(const int8_t* p) {
 INLINE void store_bytes(int8_t* p, const VecInt* v) {
     _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v[0]));
 }
+// Whole numbers of 15 bits, 4 * WIDTH of them, as a high and a low byte with a sign; of 7 bits, where not fine, as a high byte.
+// Returns lanes whose sum is that of `sums` and of the numbers.
+INLINE VecInt store_digits(const VecInt* numbers, bool fine, int8_t* high, int8_t* low, VecInt sums) {
+    // Packing takes four of each vector in turn.
+    const __m512i order = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+    const __m512i ones = _mm512_set1_epi16(1), half = _mm512_set1_epi16(128), byte = _mm512_set1_epi16(255);
+    __m512i a = _mm512_packs_epi32((__m512i)numbers[0], (__m512i)numbers[1]);
+    __m512i b = _mm512_packs_epi32((__m512i)numbers[2], (__m512i)numbers[3]);
+    sums = (VecInt)_mm512_dpwssd_epi32(_mm512_dpwssd_epi32((__m512i)sums, a, ones), b, ones);
+    if (fine) {
+        __m512i lows = _mm512_packus_epi16(_mm512_and_si512(a, byte), _mm512_and_si512(b, byte));
+        _mm512_storeu_si512(low, _mm512_permutexvar_epi32(order, lows));
+        a = _mm512_srai_epi16(_mm512_add_epi16(a, half), 8), b = _mm512_srai_epi16(_mm512_add_epi16(b, half), 8);
+    }
+    _mm512_storeu_si512(high, _mm512_permutexvar_epi32(order, _mm512_packs_epi16(a, b)));
+    return sums;
+}
 // Per lane, the sum of its low nibbles times the bytes of `low` and its high nibbles times those of `high`.
 INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
     const __m512i nibble = _mm512_set1_epi8(15);
@@ -116,7 +133,7 @@ INLINE void store_eights(int8_t* p, int32_t stride, VecInt v) {
 
 // ---- Zigzag matrices: four chunks (128 rows) a vector ---------------------------------------------------------------
 
-enum { VECTOR_CHUNKS = 4, MATMUL_POSITIONS = 3, MATMUL_HALVES = 2 };
+enum { VECTOR_CHUNKS = 4 };
 
 INLINE VecInt words_low(VecInt a, VecInt b) { return (VecInt)_mm512_unpacklo_epi16((__m512i)a, (__m512i)b); }
 INLINE VecInt words_high(VecInt a, VecInt b) { return (VecInt)_mm512_unpackhi_epi16((__m512i)a, (__m512i)b); }
@@ -183,6 +200,28 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
 
 INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)_mm512_unpacklo_epi8((__m512i)a, (__m512i)b); }
 INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)_mm512_unpackhi_epi8((__m512i)a, (__m512i)b); }
+// The 16 bytes at `offset` of four columns, of each of GATHERED chunks: lane k of a vector has byte k of the four.
+enum { GATHERED = 2 };
+INLINE void gather_bytes(const uint8_t* const* columns, int64_t offset, VecInt to[2]) {
+    __m256i half[4];
+    for (int32_t i = 0; i < 4; i++) half[i] = _mm256_loadu_si256((const __m256i*)(columns[i] + offset));
+    __m512i ab = _mm512_inserti64x4(_mm512_castsi256_si512(half[0]), half[1], 1);
+    __m512i cd = _mm512_inserti64x4(_mm512_castsi256_si512(half[2]), half[3], 1);
+    __m512i chunks[2] = {_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xdd)};
+    for (int32_t c = 0; c < 2; c++) {  // column after column
+#ifdef __AVX512VBMI__
+        const __m512i turned = _mm512_set_epi32(0x3f2f1f0f, 0x3e2e1e0e, 0x3d2d1d0d, 0x3c2c1c0c, 0x3b2b1b0b, 0x3a2a1a0a,
+                                                0x39291909, 0x38281808, 0x37271707, 0x36261606, 0x35251505, 0x34241404,
+                                                0x33231303, 0x32221202, 0x31211101, 0x30201000);
+        to[c] = (VecInt)_mm512_permutexvar_epi8(turned, chunks[c]);
+#else
+        const __m512i dwords = _mm512_set_epi32(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0);
+        const __m512i bytes =
+            _mm512_broadcast_i32x4(_mm_set_epi8(15, 11, 7, 3, 14, 10, 6, 2, 13, 9, 5, 1, 12, 8, 4, 0));
+        to[c] = (VecInt)_mm512_shuffle_epi8(_mm512_permutexvar_epi32(dwords, chunks[c]), bytes);
+#endif
+    }
+}
 // Bits of a where the mask has ones, else of b; and the other way round. Each may overwrite a.
 INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) {
     return (VecInt)_mm512_ternarylogic_epi32((__m512i)a, (__m512i)b, (__m512i)mask, 0xe4);
@@ -198,6 +237,11 @@ INLINE VecInt or_bits(VecInt a, VecInt b, VecInt mask) {
 enum { WHOLE_BYTES = 1 };
 INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
     return (VecInt)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+}
+
+// The same of two pairs, where bytes of a are at most 63.
+INLINE VecInt dot_two(VecInt sum, VecInt a, VecInt b, VecInt a2, VecInt b2) {
+    return dot_bytes(dot_bytes(sum, a, b), a2, b2);
 }
 
 // Keeps a sum in its register around a loop, where GCC would copy it.

@@ -81,6 +81,22 @@ INLINE void store_bytes(int8_t* p, const VecInt* v) {
     int16x8_t second = vcombine_s16(vmovn_s32((int32x4_t)v[2]), vmovn_s32((int32x4_t)v[3]));
     vst1q_s8(p, vcombine_s8(vmovn_s16(first), vmovn_s16(second)));
 }
+// Whole numbers of 15 bits, 4 * WIDTH of them, as a high and a low byte with a sign; of 7 bits, where not fine, as a high byte.
+// Returns the sum of `sums` and each four of them that lie WIDTH apart.
+INLINE VecInt store_digits(const VecInt* numbers, bool fine, int8_t* high, int8_t* low, VecInt sums) {
+    VecInt highs[4], lows[4];
+#pragma GCC unroll 4
+    for (int32_t v = 0; v < 4; v++) {
+        sums += numbers[v];
+        highs[v] = fine ? (numbers[v] + 128) >> 8 : numbers[v];
+        lows[v] = numbers[v] - (highs[v] << 8);
+    }
+    for (int32_t v = 0; v < 4; v += 16 / WIDTH) {
+        store_bytes(high + v * WIDTH, highs + v);
+        if (fine) store_bytes(low + v * WIDTH, lows + v);
+    }
+    return sums;
+}
 // Per lane, the sum of its low nibbles times the bytes of `low` and its high nibbles times those of `high`.
 INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
     uint8x16_t bytes = vreinterpretq_u8_s32((int32x4_t)codes);
@@ -94,6 +110,14 @@ INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
 }
 // Sums of neighbouring lanes: those of a, then those of b.
 INLINE VecInt add_neighbours(VecInt a, VecInt b) { return (VecInt)vpaddq_s32((int32x4_t)a, (int32x4_t)b); }
+// Rows become columns.
+INLINE void transpose(VecInt v[WIDTH]) {
+    int32x4_t ab = vtrn1q_s32(v[0], v[1]), ab2 = vtrn2q_s32(v[0], v[1]);
+    int32x4_t cd = vtrn1q_s32(v[2], v[3]), cd2 = vtrn2q_s32(v[2], v[3]);
+    v[0] = (VecInt)vtrn1q_s64((int64x2_t)ab, (int64x2_t)cd), v[2] = (VecInt)vtrn2q_s64((int64x2_t)ab, (int64x2_t)cd);
+    v[1] = (VecInt)vtrn1q_s64((int64x2_t)ab2, (int64x2_t)cd2),
+    v[3] = (VecInt)vtrn2q_s64((int64x2_t)ab2, (int64x2_t)cd2);
+}
 // The mask of the scores, of 2 * WIDTH, that are at least the limit: bit BITS * lane.
 enum { BITS = 8 };
 INLINE uint64_t at_least_mask(const int16_t* scores, int16_t limit) {
@@ -112,7 +136,7 @@ INLINE void store_eights(int8_t* p, int32_t, VecInt v) {
 
 // ---- Zigzag matrices: one chunk (32 rows) a vector ------------------------------------------------------------------
 
-enum { VECTOR_CHUNKS = 1, MATMUL_POSITIONS = 4, MATMUL_HALVES = 1 };
+enum { VECTOR_CHUNKS = 1 };
 
 INLINE int16x8_t words(VecInt a) { return vreinterpretq_s16_s32(a); }
 INLINE VecInt dwords(int16x8_t a) { return vreinterpretq_s32_s16(a); }
@@ -177,6 +201,17 @@ INLINE void unpack_header(const QuadHeader* header, Vec* scales, Vec* mins) {
 
 INLINE VecInt bytes_low(VecInt a, VecInt b) { return (VecInt)vzip1q_s8((int8x16_t)a, (int8x16_t)b); }
 INLINE VecInt bytes_high(VecInt a, VecInt b) { return (VecInt)vzip2q_s8((int8x16_t)a, (int8x16_t)b); }
+// The 16 bytes at `offset` of four columns: lane k of vector p has byte 4 p + k of the four.
+enum { GATHERED = 1 };
+INLINE void gather_bytes(const uint8_t* const* columns, int64_t offset, VecInt to[4]) {
+    VecInt column[4];
+    for (int32_t i = 0; i < 4; i++) column[i] = load_ints(columns[i] + offset);
+    for (int32_t half = 0; half < 2; half++) {
+        VecInt ab = half ? bytes_high(column[0], column[1]) : bytes_low(column[0], column[1]);
+        VecInt cd = half ? bytes_high(column[2], column[3]) : bytes_low(column[2], column[3]);
+        to[2 * half] = words_low(ab, cd), to[2 * half + 1] = words_high(ab, cd);
+    }
+}
 // Bits of a where the mask has ones, else of b; and the other way round.
 INLINE VecInt keep_bits(VecInt a, VecInt b, VecInt mask) {
     return (VecInt)vbslq_s32((uint32x4_t)mask, (int32x4_t)a, (int32x4_t)b);
@@ -193,6 +228,11 @@ INLINE VecInt dot_bytes(VecInt sum, VecInt a, VecInt b) {
     int16x8_t high = vmull_high_s8((int8x16_t)a, (int8x16_t)b);
     return (VecInt)vpadalq_s16((int32x4_t)sum, vpaddq_s16(low, high));
 #endif
+}
+
+// The same of two pairs, where bytes of a are at most 63.
+INLINE VecInt dot_two(VecInt sum, VecInt a, VecInt b, VecInt a2, VecInt b2) {
+    return dot_bytes(dot_bytes(sum, a, b), a2, b2);
 }
 
 // Keeps a sum in its register around a loop, where GCC would copy it.
