@@ -60,6 +60,7 @@ def test_bits_are_those_that_a_plain_loop_counts(
         "largest": lambda pair: max(map(abs, pair)),
         "sum": lambda pair: math.sqrt(pair[0] ** 2 + pair[1] ** 2),
         "mean": lambda pair: math.sqrt((pair[0] ** 2 + pair[1] ** 2) / 2),
+        "scaled": lambda pair: max(map(abs, pair)) / 2**0.3,
     }[choice]
     ends = (0, *BLOCKS["Q6_P"].level_bytes)
     parameters, total = subject.parameters(), 0.0
