@@ -10,8 +10,8 @@ price. Over sequences errors add up, while bits are paid once: the best level de
     scaled   n^0.3 times the thresholds of one sequence on max |x_tj|: about the bits of `mean`, found by trial
 
 `mean` reads less than `largest`, `sum` more. The error left at the best level is concave in x^2, so that by `mean`
-sequences lose a little more than each would alone, and by `sum` less. What the loss of one sequence takes lies between,
-on the line through both of bits and the logarithm of KL: the last column.
+sequences lose as much as each would alone or a little more, and by `sum` less. What takes the loss of one sequence lies
+between, on the line through both of bits and the logarithm of KL: the last column, empty where `mean` loses less.
 
 Windows: `samples` of one chat prompt at temperature 1 by the float model (a model without a chat template continues a
 paragraph), and `strangers`, spread over WikiText and books, in turns. Groups are of rows in their order, so that every
