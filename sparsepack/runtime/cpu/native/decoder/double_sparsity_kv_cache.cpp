@@ -45,7 +45,7 @@ DoubleSparsityKvCache::DoubleSparsityKvCache(AttentionShape shape, std::vector<L
         labels_.push_back(labels);
         most_channels_ = std::max(most_channels_, labels.padded());
     }
-    label_memory_ = Memory(end);
+    label_memory_ = Memory(end, Pages::SMALL);
 }
 
 uint8_t* DoubleSparsityKvCache::codes(int layer, int32_t kv_head) const {

@@ -137,7 +137,7 @@ DenseKvCache::DenseKvCache(AttentionShape shape, std::vector<LayerAttention> lay
         starts_.push_back(shared ? starts_[layers_[layer].source] : end);
         if (!shared) end += shapes_[layer].kv_heads * int64_t(shape.context) * stride(layer);
     }
-    memory_ = Memory(end * int64_t(sizeof(uint16_t)));
+    memory_ = Memory(end * int64_t(sizeof(uint16_t)), Pages::SMALL);
 }
 
 void DenseKvCache::copy_positions(const KvCache& other, int64_t length) {

@@ -7,9 +7,9 @@
 
 namespace sparsepack {
 
-Memory::Memory(size_t bytes) : bytes_(bytes) {
+Memory::Memory(size_t bytes, Pages pages) : bytes_(bytes) {
     if (!bytes) return;
-    bool huge = bytes >= HUGE_PAGE;
+    bool huge = pages == Pages::LARGE && bytes >= HUGE_PAGE;
     mapped_ = bytes + (huge ? HUGE_PAGE : 0);
     mapping_ = map_pages(mapped_);
     if (!mapping_) throw std::bad_alloc();

@@ -5,12 +5,15 @@
 
 namespace sparsepack {
 
-// Anonymous memory, zero at first, in huge pages where there are 2 MiB and more: a matrix then needs a few entries of
-// the processor's page table cache instead of thousands. Freed with its owner.
+// LARGE: a matrix needs a few entries of the processor's page table cache instead of thousands. SMALL: what is filled bit by bit
+// in many places, as a KV cache is, would be there as a whole with the first token.
+enum class Pages { LARGE, SMALL };
+
+// Anonymous memory, zero at first, in huge pages where these shall be and there are 2 MiB and more. Freed with its owner.
 class Memory {
 public:
     Memory() = default;
-    explicit Memory(size_t bytes);  // throws std::bad_alloc
+    explicit Memory(size_t bytes, Pages pages = Pages::LARGE);  // throws std::bad_alloc
     Memory(Memory&& other) noexcept { swap(other); }
     Memory& operator=(Memory&& other) noexcept {
         swap(other);
