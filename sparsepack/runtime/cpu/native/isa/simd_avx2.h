@@ -84,22 +84,6 @@ INLINE void store_bytes(int8_t* p, const VecInt* v) {
     words = _mm256_permute4x64_epi64(words, 0xd8);
     _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1)));
 }
-// Whole numbers of 15 bits, 4 * WIDTH of them, as a high and a low byte with a sign; of 7 bits, where not fine, as a high byte.
-// Returns the sum of `sums` and each four of them that lie WIDTH apart.
-INLINE VecInt store_digits(const VecInt* numbers, bool fine, int8_t* high, int8_t* low, VecInt sums) {
-    VecInt highs[4], lows[4];
-#pragma GCC unroll 4
-    for (int32_t v = 0; v < 4; v++) {
-        sums += numbers[v];
-        highs[v] = fine ? (numbers[v] + 128) >> 8 : numbers[v];
-        lows[v] = numbers[v] - (highs[v] << 8);
-    }
-    for (int32_t v = 0; v < 4; v += 16 / WIDTH) {
-        store_bytes(high + v * WIDTH, highs + v);
-        if (fine) store_bytes(low + v * WIDTH, lows + v);
-    }
-    return sums;
-}
 // Per lane, the sum of its low nibbles times the bytes of `low` and its high nibbles times those of `high`.
 INLINE VecInt dot_nibbles(VecInt codes, VecInt low, VecInt high) {
     const __m256i nibble = _mm256_set1_epi8(15);
