@@ -1,11 +1,13 @@
 """Tile configurations that are taken where nothing was measured, on any GPU that the backend runs on."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from sparsepack.runtime.cuda.driver import device, memory
 from sparsepack.runtime.cuda.products import tile_config, zigzag_products
-from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, default_tile_config, shared_bytes
+from sparsepack.runtime.cuda.products.tile_config import CudaTileConfig, default_tile_config, dense_ring, shared_bytes
 from sparsepack.runtime.cuda.products.zigzag import CudaZigzag
 from sparsepack.runtime.cuda.products.zigzag_products import Input, Output, batch, gemv, most_inputs
 
@@ -53,18 +55,18 @@ def test_all_blocks_run_at_once_and_fit(
     assert config.tile_bands % 2 == 0 or not gate
 
 
-def test_defaults_are_what_measured_best_on_an_h100(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 50 %: the gate in a decoder, others in chains."""
+def test_defaults_are_what_measured_best_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 50 %: the matrices of 8B in a decoder on an H200, others in chains on an H100."""
     on_gpu(monkeypatch, *GPUS["H100"])
     best = {
         (6144, 4096, False): CudaTileConfig(2, 8, 16, 11),
         (4096, 4096, False): CudaTileConfig(2, 8, 16, 16),
-        (28672, 4096, True): CudaTileConfig(2, 8, 16, 2),
-        (4096, 14336, False): CudaTileConfig(2, 8, 16, 16),
+        (28672, 4096, True): CudaTileConfig(4, 8, 8, 4),
+        (4096, 14336, False): CudaTileConfig(4, 8, 8, 32),
         (28672, 4096, False): CudaTileConfig(4, 8, 8, 4),
         (28672, 8192, False): CudaTileConfig(4, 8, 8, 4),
         (8192, 28672, False): CudaTileConfig(4, 8, 8, 16),
-        (14336, 4096, False): CudaTileConfig(2, 8, 16, 4),
+        (14336, 4096, False): CudaTileConfig(4, 8, 8, 9),
         (1024, 4096, False): CudaTileConfig(1, 8, 0, 32),
         (2048, 2048, False): CudaTileConfig(1, 8, 0, 16),
         (3072, 2048, False): CudaTileConfig(1, 8, 0, 11),
@@ -107,6 +109,20 @@ def test_where_all_columns_are_active_there_is_a_ring(monkeypatch: pytest.Monkey
     assert dense == ("STAGES=24", 384, shared_bytes(4096, CudaTileConfig(1, 8, 24, 32)))
 
 
+@pytest.mark.parametrize(("config", "gate", "stages"), [((4, 8, 8, 4), True, 12), ((2, 8, 16, 16), False, 12)])
+def test_where_all_columns_are_active_a_ring_has_stages_of_its_own(
+    config: tuple[int, int, int, int], gate: bool, stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_gpu(monkeypatch, *GPUS["H100"])
+    of = CudaTileConfig(*config)
+    dense = dense_ring(of, 4096, gate, torch.device("cuda"))
+    assert dense == replace(of, stages=stages)
+    on_gpu(monkeypatch, *GPUS["A10"])
+    assert shared_bytes(4096, dense_ring(of, 4096, gate, torch.device("cuda"))) <= 97 * 1024, "as many as fit"
+    of_planes = replace(of, block_bytes=tile_config.PLANES_BYTES)
+    assert dense_ring(of_planes, 4096, gate, torch.device("cuda")) == of_planes
+
+
 @pytest.mark.parametrize("tile_bands", [1, 2, 4, 8])
 def test_several_inputs_need_a_ring(tile_bands: int, monkeypatch: pytest.MonkeyPatch) -> None:
     on_gpu(monkeypatch, *GPUS["H100"])
@@ -117,7 +133,7 @@ def test_several_inputs_need_a_ring(tile_bands: int, monkeypatch: pytest.MonkeyP
     assert most_inputs(none) == 8
 
 
-@pytest.mark.parametrize(("gpu", "inputs"), [("H100", 8), ("A100", 5), ("RTX 4090", 5), ("A10", 3)])
+@pytest.mark.parametrize(("gpu", "inputs"), [("H100", 8), ("A100", 8), ("RTX 4090", 7), ("A10", 5)])
 def test_how_many_sequences_of_8_billion_parameters_run_together(
     gpu: str, inputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

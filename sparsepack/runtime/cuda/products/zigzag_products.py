@@ -19,6 +19,7 @@ from sparsepack.runtime.cuda.products.tile_config import (
     PRODUCERS,
     STATIC_BYTES,
     CudaTileConfig,
+    dense_ring,
     fitted,
     shared_bytes,
     with_ring,
@@ -174,6 +175,9 @@ def gemv(
     _check_levels(input.threshold, together)
     if (input.dense or together or matrix.planes) and not matrix.config.stages:
         matrix = _with_ring(matrix, shared_bytes)
+    if input.dense and together is None:
+        gate = output.activation is not None
+        matrix = replace(matrix, config=dense_ring(matrix.config, matrix.columns, gate, device))
     config = matrix.config
     grid: tuple[int, ...] = (config.splits, tiles)
     parts, texts = 0 if input.squares is None else input.squares.numel(), 1

@@ -6,8 +6,8 @@ namespace sparsepack {
 namespace {
 
 // A thread that is held up leaves some of its work items to the others. With planes an item begins and ends more slowly, by
-// the time of 30 columns.
-constexpr int32_t ITEMS_PER_THREAD = 3, PLANE_ITEMS_PER_THREAD = 2;
+// the time of 30 columns. Of many threads one is held up more often, and all wait for it.
+constexpr int32_t ITEMS_PER_THREAD = 3, PLANE_ITEMS_PER_THREAD = 2, MANY_THREADS = 8, ITEMS_OF_MANY_THREADS = 4;
 // A shorter slice would spend its time beginning.
 constexpr int32_t TILES_PER_SLICE = 2, NEURONS_PER_SLICE = 32;
 // Each group of positions decodes the weights anew.
@@ -43,6 +43,7 @@ LevelRanges ranges_within(const Active& active, int32_t first, int32_t last) {
 }
 
 int32_t items_wanted(const Zigzag& m, int32_t threads) {
+    if (threads >= MANY_THREADS) return threads * ITEMS_OF_MANY_THREADS;
     return threads * (m.block == Q6_P ? PLANE_ITEMS_PER_THREAD : ITEMS_PER_THREAD);
 }
 

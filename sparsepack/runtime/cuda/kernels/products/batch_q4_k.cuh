@@ -37,7 +37,7 @@ __device__ __forceinline__ void multiply(BatchAccumulator& sums, Header header, 
     float xd[4], xm[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-        const int column = 2 * t + (i & 1) + 8 * (i >> 1);
+        const int column = column_of_lane(t, i);
         const u8* at = header(column);
         const uint4 h = *(const uint4*)at;
         q[i] = *(const uint4*)(at + 16 + 16 * g);

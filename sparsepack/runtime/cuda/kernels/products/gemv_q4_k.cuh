@@ -83,7 +83,7 @@ struct KTile {
     uint4 q[4];
     u32 ends[4], first[4], second[4];
 
-    __device__ __forceinline__ static int column(int i) { return 2 * (threadIdx.x % 4) + (i & 1) + 8 * (i >> 1); }
+    __device__ __forceinline__ static int column(int i) { return column_of_lane(threadIdx.x % 4, i); }
 
     // header(c): where the band's piece of column c begins.
     template <typename Header, typename Reader>

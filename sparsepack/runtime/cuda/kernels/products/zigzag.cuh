@@ -78,6 +78,13 @@ __device__ __forceinline__ u64 read_once() {
     return policy;
 }
 
+// Which of a k_tile's 16 columns a lane has as its i-th of four; t: the lane's number of 4. A matrix product adds up its columns in
+// any order, so that the four lanes next to each other take columns that fall on different banks: where columns stand a multiple of
+// 32 bytes apart, neighbours (of 576 bytes two on the same banks, not four), else every second one.
+__device__ __forceinline__ int column_of_lane(int t, int i) {
+    return PITCH % 32 == 0 ? t + 4 * i : 2 * t + (i & 1) + 8 * (i >> 1);
+}
+
 // Where entry c of a k_tile begins in its stage; base: of the tile, index: of the k_tile's columns.
 __device__ __forceinline__ int place_in_stage(int c, const u8* base, const int* index) {
     return c * PITCH + (ALIKE ? (int)((u64)(base + (u64)index[c] * COLUMN_BYTES) % LINE) : 0);
