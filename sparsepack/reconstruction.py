@@ -19,16 +19,12 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from sparsepack.errors import SingularError
+from sparsepack.inverse_factor import inverse_factor, permuted, symmetric_means, transposed
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.family import MLP_MID, Family
 from sparsepack.models.hf_config import expert_numbers
 from sparsepack.progress import say
 
-_FLOOR = 0.001
-"""Share of the mean moment that shrunk products get as well: some inputs are nearly never there."""
-_SOLVED = 256
-"""A triangular matrix of so many rows is inverted at once."""
 _STRIP = 192
 """Products are symmetric: they are summed in strips of so many columns, from the diagonal on."""
 
@@ -56,7 +52,7 @@ class Inputs:
 
     def permuted(self, order: Tensor) -> "Inputs":
         """What is known of the same inputs in another order."""
-        products = None if self.products is None else self.products[order][:, order]
+        products = None if self.products is None else permuted(self.products, order)
         levels = None if self.levels is None else self.levels[:, order]
         return replace(self, moments=self.moments[order], products=products, levels=levels)
 
@@ -71,29 +67,22 @@ class Inputs:
     @cached_property
     def by_size(self) -> tuple[Tensor, "Inputs"]:
         """The order of the inputs in which the largest come first, of equal ones the lower number, int64 [columns]; and
-        what is known of them in that order."""
+        what is known of them in that order, with the inverse of their products in place of these. Raises as
+        `inverse_factor`."""
         order = self.moments.argsort(descending=True, stable=True)
-        return order, self.permuted(order)
+        ordered = replace(self, products=None).permuted(order)
+        if self.products is not None:
+            factor = inverse_factor(self.products, order, self.damping, self.shrunk)
+            ordered.__dict__["inverse_factor"] = factor
+        return order, ordered
 
     @cached_property
     def inverse_factor(self) -> Tensor:
-        """U, upper triangular, of the inverse U^T U of the damped products: float32 [columns, columns].
-
-        An input that never differs from zero counts as independent of all others. Raises `SingularError` where the
-        products have no inverse even so.
-        """
+        """U, upper triangular, of the inverse U^T U of the damped products: float32 [columns, columns]. Raises
+        `SingularError` where they have none (`sparsepack.inverse_factor`)."""
         assert self.products is not None
-        hessian = self.products.clone()
-        diagonal = hessian.diagonal()
-        dead = diagonal == 0
-        mean = diagonal.mean()
-        added = self.damping * diagonal + _FLOOR * mean if self.shrunk else self.damping * mean
-        diagonal += torch.where(dead, 1.0, added)
-        # H = R R^T with R upper triangular, which is Cholesky's factor from the last input to the first: U = R^-1.
-        lower, failed = torch.linalg.cholesky_ex(hessian.flip(0, 1))
-        if failed:
-            raise SingularError(f"the products of {len(diagonal)} inputs have no inverse with damping {self.damping:g}")
-        return _inverted(lower).flip(0, 1).contiguous()
+        order = torch.arange(len(self.products), device=self.products.device)
+        return inverse_factor(self.products, order, self.damping, self.shrunk)
 
     def relative_error(self, weight: Tensor, changed: Tensor) -> float:
         """How far the outputs are from what they were: the root mean square of the difference over that of the outputs.
@@ -111,26 +100,6 @@ class Inputs:
     def dead(self) -> Tensor:
         """Inputs that were zero for every token: bool [columns]."""
         return self.moments == 0
-
-
-def _inverted(lower: Tensor) -> Tensor:
-    """The inverse of a lower triangular matrix, by halves: solving for the columns of the identity takes three times
-    the arithmetic, since it does not know that they are mostly zeros."""
-    size = len(lower)
-    if size <= _SOLVED:
-        solved: Tensor = torch.linalg.solve_triangular(lower, torch.eye(size, device=lower.device), upper=False)
-        return solved
-    half = size // 2
-    first, last = _inverted(lower[:half, :half]), _inverted(lower[half:, half:])
-    inverse = lower.new_zeros(size, size)
-    inverse[:half, :half], inverse[half:, half:] = first, last
-    torch.mm(last, lower[half:, :half] @ first, out=inverse[half:, :half]).neg_()
-    return inverse
-
-
-def _symmetric(products: Tensor) -> Tensor:
-    """Products of which what lies above the diagonal is known, whole."""
-    return products.triu() + products.triu(1).t()
 
 
 def root_of_share(difference: float, size: float) -> float:
@@ -186,8 +155,10 @@ class Sums:
             self._products.zero_()
 
     def inputs(self, damping: float, shrunk: bool = False) -> Inputs:
-        """The means of what was counted, with `damping` for the inverse of the products."""
-        products = None if self._products is None else _symmetric(self._products) / self._tokens
+        """The means of what was counted, with `damping` for the inverse of the products. Sums of products become them:
+        nothing can be counted any more."""
+        products = None if self._products is None else symmetric_means(self._products, self._tokens)
+        del self._products
         return Inputs((self._squares / self._tokens).float(), products, damping, shrunk)
 
     def unknown(self, damping: float) -> Inputs:
@@ -268,6 +239,7 @@ def fed_back(
     group: int = 1,
     at_once: AtOnce | None = None,
     step: int = BLOCK,
+    order: Tensor | None = None,
 ) -> Tensor:
     """float32 [rows, columns] -> its columns as `begin` would have them, in new memory.
 
@@ -275,11 +247,12 @@ def fed_back(
     group   -- columns that are begun together; the last group may be shorter
     at_once -- does to all columns of a block what `begin` says of each, faster
     step    -- columns of a block, rounded down to whole groups, one at least
+    order   -- in which the columns are changed and returned, that of `inputs`; None: as they are
 
     Raises `SingularError` as `Inputs.inverse_factor`.
     """
     factor = inputs.inverse_factor
-    columns = weight.t().clone(memory_format=torch.contiguous_format)  # each in one piece
+    columns = transposed(weight, torch.arange(weight.shape[1], device=weight.device) if order is None else order)
     step = max(step // group, 1) * group
     for first in range(0, len(columns), step):
         block = columns[first : first + step]

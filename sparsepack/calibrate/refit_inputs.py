@@ -61,9 +61,10 @@ class SiteInputs:
     outputs: float
     missing: float
 
-    def relative_error(self, change: Tensor) -> float:
-        """How far (W + change) x~ is from W x: the root mean square of the difference over that of W x."""
-        change = change[self.told]
+    def relative_error(self, weight: Tensor, changed: Tensor) -> float:
+        """How far W' x~, W' the `changed` weight, is from W x: the root mean square of the difference over that of
+        W x."""
+        change = changed[self.told] - weight[self.told]
         squares = self.inputs.output_squares(change) + self.missing
         if self.lost is not None:
             squares -= 2 * float((self.lost[self.told] * change).sum(dtype=torch.float64))

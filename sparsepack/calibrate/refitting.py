@@ -297,13 +297,15 @@ def _fitted(
     inputs = replace(known.inputs, damping=_damping(weight.shape[1], sums.count), shrunk=True)
     target = refitted(weight, known) if options.refit else weight
     made = encode(target, inputs if options.quantiser == "gptq" else None)
-    moved, rounded = made.weight - weight, encode(weight, None).weight - weight
+    rounded = encode(weight, None).weight
+    before, after = (known.relative_error(weight, changed) for changed in (rounded, made.weight))
+    moved = torch.sub(made.weight, weight, out=rounded)  # memory that is there already
     return FittedSite(
         made.tensors,
         dict(zip(parts, torch.split(made.weight, [*parts.values()]), strict=True)),
         {name: _relative(moved[part], weight[part]) for name, part in made.rows.items()},
-        known.relative_error(rounded),
-        known.relative_error(moved),
+        before,
+        after,
     )
 
 

@@ -47,7 +47,8 @@ def _bands(weight: Tensor, inputs: Inputs) -> Tensor:
     def at_once(block: Tensor, factor: Tensor, first: int) -> Tensor | None:
         return q4_k_device.quantise_block(block, factor, first, blocks[first : first + len(block)])
 
-    fed_back(weight[:, order], ordered, begin, at_once=at_once, step=q4_k_device.columns_at_once(weight.device))
+    step = q4_k_device.columns_at_once(weight.device)
+    fed_back(weight, ordered, begin, at_once=at_once, step=step, order=order)
     found = torch.empty_like(blocks)
     found[order] = blocks
     return found.transpose(0, 1).contiguous()
@@ -183,7 +184,7 @@ def symmetric_rows(weight: Tensor, inputs: Inputs, dtype: torch.dtype, steps: fl
 
         return change
 
-    fed_back(weight[:, order], ordered, begin)
+    fed_back(weight, ordered, begin, order=order)
     found = torch.empty_like(quantised)
     found[:, order] = quantised
     return found, scale

@@ -40,7 +40,7 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None
         weight = weight.clamp(-q6_p.HIGHEST, q6_p.HIGHEST)
     order, ordered = inputs.by_size
     feedback = _Feedback(len(weight), level_shares(ordered))
-    fed_back(weight[:, order], ordered, None, at_once=feedback.at_once, step=_AT_ONCE)
+    fed_back(weight, ordered, None, at_once=feedback.at_once, step=_AT_ONCE, order=order)
     returned = order.argsort()
     return _stored(feedback.each[returned], feedback.numbers[returned], len(weight))
 

@@ -1,4 +1,5 @@
-"""Zigzag superblocks by the CPU's kernels, on as many threads as torch has; their oracles are the codecs in torch."""
+"""Zigzag superblocks, encoded and decoded by the CPU's kernels, on as many threads as torch has; their oracles are the
+codecs in torch."""
 
 from typing import Any
 
@@ -13,6 +14,9 @@ from sparsepack.runtime.cpu.machine import instruction_set, native
 _CONVERTED_AT_ONCE = 1 << 24
 """So many weights of another type than float32 are converted at a time."""
 
+_DECODED = ("Q4_K", "Q6_P")
+"""What error feedback encodes, whose outputs are then measured."""
+
 
 def kernels() -> Any | None:
     """The compiled module; None where it was installed without a compiler, which `sparsepack --version` says."""
@@ -20,6 +24,16 @@ def kernels() -> Any | None:
         return native()
     except UserError:
         return None
+
+
+def decode_on_cpu(block: str, blocks: Tensor, weight: Tensor) -> bool:
+    """Put what bands in zigzag order decode to, uint8 [bands, columns, bytes], into float32 `weight` [rows, columns] on
+    the CPU; False without a kernel for the type, and elsewhere."""
+    found = kernels() if weight.device.type == "cpu" and weight.dtype == torch.float32 else None
+    if found is None or block not in _DECODED:
+        return False
+    found.decode(block, blocks.contiguous().numpy(), weight.numpy(), torch.get_num_threads())
+    return True
 
 
 def encode_on_cpu(block: str, weight: Tensor, divisors: Tensor | None) -> Tensor | None:

@@ -270,9 +270,10 @@ def unpack(
             f"zigzag blocks {list(blocks.shape)}: expected [{bands(whole)}, columns, {size}] for {whole} rows"
         )
     weight = torch.empty(rows, blocks.shape[1], dtype=dtype, device=blocks.device)
-    for band in range(blocks.shape[0]):
-        top = band * BAND_ROWS
-        weight[top : min(top + BAND_ROWS, whole)] = BLOCKS[block].decode(blocks[band], dtype, level).t()[: whole - top]
+    if level or not cpu_encoder.decode_on_cpu(block, blocks, weight[:whole]):
+        for band in range(blocks.shape[0]):
+            top, decoded = band * BAND_ROWS, BLOCKS[block].decode(blocks[band], dtype, level)
+            weight[top : min(top + BAND_ROWS, whole)] = decoded.t()[: whole - top]
     if tail is not None:
         weight[whole:] = unpack_tail(tail, rows, blocks.shape[1], dtype, block, level)
     return weight

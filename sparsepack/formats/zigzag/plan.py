@@ -339,7 +339,7 @@ def encoded_site(
     name = f"blk.{layer}.{site}"
     costs = None if inputs is None or inputs.row_costs is None else inputs.row_costs.to(weight.device)
     scales = zigzag.row_scales(weight, costs)[:, None] if row_scales else None
-    tensors, decoded = encoded_matrix(name, block, weight if scales is None else weight.float() / scales, inputs)
+    tensors, decoded = encoded_matrix(name, block, weight, inputs, scales)
     whole = len(weight) - zigzag.tail_rows(len(weight))
     rows = {name: slice(whole, None) if name.endswith(TAIL) else slice(0, whole) for name in tensors}
     if scales is None:
@@ -347,12 +347,18 @@ def encoded_site(
     return EncodedSite(tensors | {name + ROW_SCALE: scales.view(torch.uint8)}, decoded.mul_(scales), rows)
 
 
-def encoded_matrix(name: str, block: str, weight: Tensor, inputs: Inputs | None) -> tuple[dict[str, Tensor], Tensor]:
+def encoded_matrix(
+    name: str, block: str, weight: Tensor, inputs: Inputs | None, divisors: Tensor | None = None
+) -> tuple[dict[str, Tensor], Tensor]:
     """A matrix in zigzag order, with error feedback where its inputs are known: its tensors by their names, and what
-    they decode to."""
+    they decode to.
+
+    divisors -- what each row is divided by first, float32 [rows, 1]; None: nothing
+    """
     if inputs is None:
-        blocks, tail = zigzag.pack_with_tail(weight, block)
+        blocks, tail = zigzag.pack_with_tail(weight, block, None if divisors is None else divisors[:, 0])
     else:
+        weight = weight if divisors is None else weight.float() / divisors
         blocks, tail = (gptq_planes if BLOCKS[block].levels else gptq).zigzag_blocks(weight, inputs)
     return stored_tensors(name, blocks, tail), zigzag.unpack(blocks, len(weight), tail=tail, block=block)
 

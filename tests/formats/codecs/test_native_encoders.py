@@ -63,6 +63,16 @@ def test_rows_are_divided_first_whatever_the_strides(dtype: torch.dtype, block: 
     assert torch.equal(cpu_encoder.encode_on_cpu(block, weight, divisors), expected)
 
 
+@pytest.mark.parametrize("block", ["Q4_K", "Q6_P"])
+@pytest.mark.parametrize("shape", [(1, 1), (255, 3), (256, 65), (700, 130)])
+def test_bands_decode_as_in_plain_torch(block: str, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = normal(shape) * torch.logspace(-9, 3, shape[1])  # scales of half precision that are subnormal, too
+    blocks = zigzag.pack(weight, block)
+    found = zigzag.unpack(blocks, len(weight), block=block)
+    monkeypatch.setattr(cpu_encoder, "kernels", lambda: None)
+    assert torch.equal(found, zigzag.unpack(blocks, len(weight), block=block))
+
+
 @pytest.mark.parametrize("shape", [(1, 1), (63, 5), (65, 31), (200, 33), (129, 64)])
 def test_rows_and_columns_are_balanced_as_in_plain_torch(
     shape: tuple[int, int], instruction_set: str, monkeypatch: pytest.MonkeyPatch

@@ -1,5 +1,7 @@
 // The encoders of quantise/ on arrays that Python allocated; sizes are checked here.
 #include "isa/dispatch.h"
+#include "quantise/decode.h"
+#include "quantise/reorder.h"
 #include "threads/pool.h"
 
 #include <nanobind/nanobind.h>
@@ -8,7 +10,9 @@
 #include <nanobind/stl/string.h>
 
 #include <algorithm>
+#include <chrono>
 #include <iterator>
+#include <memory>
 #include <optional>
 #include <stdexcept>
 #include <vector>
@@ -25,9 +29,28 @@ using Weight = nb::ndarray<const float, nb::ndim<2>, nb::device::cpu>;
 using Divisors = nb::ndarray<const float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Means = nb::ndarray<double, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Blocks = nb::ndarray<uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using StoredBlocks = nb::ndarray<const uint8_t, nb::ndim<3>, nb::c_contig, nb::device::cpu>;
+using Order = nb::ndarray<const int64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 void expect(bool met, const char* what) {
     if (!met) throw std::invalid_argument(what);
+}
+
+// This thread's pool: error feedback comes here hundreds of times for a matrix, and starting threads takes as long as
+// their work. They sleep at once, since what runs in between has threads of its own.
+Pool& pool_of(int threads) {
+    expect(threads > 0, "threads: expected at least 1");
+    static thread_local std::unique_ptr<Pool> pool;
+    if (!pool || pool->threads() != threads) {
+        pool.reset();
+        pool = std::make_unique<Pool>(threads, std::chrono::seconds(0));
+    }
+    return *pool;
+}
+
+void expect_order(const Order& order, size_t columns) {
+    for (size_t i = 0; i < order.shape(0); i++)
+        expect(order.data()[i] >= 0 && order.data()[i] < (int64_t)columns, "order: expected numbers of columns");
 }
 
 void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, std::optional<Matrix> errors,
@@ -42,7 +65,6 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
     }
     expect(!steps || (bands == 1 && steps->shape(0) == columns && steps->shape(1) == 2),
            "steps: expected [columns, 2], and one band");
-    expect(threads > 0, "threads: expected at least 1");
     QuantiseWork work{block.data(),
                       factor ? factor->data() : nullptr,
                       errors ? errors->data() : nullptr,
@@ -54,7 +76,7 @@ void quantise_q4_k(Matrix block, Blocks blocks, std::optional<Factor> factor, st
     QuantiseBand kernel = encoders(instruction_set).feedback_q4_k;
     // With errors fed back columns follow each other; without, they are shared out too.
     int64_t at_once = factor ? work.columns : 64, parts = (work.columns + at_once - 1) / at_once;
-    Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts * work.bands, 1)));
+    Pool& pool = pool_of(threads);
     pool.run([&](int) {
         pool.share((int)(parts * work.bands), [&](int item, int) {
             int64_t first = item / work.bands * at_once;
@@ -78,11 +100,10 @@ void quantise_q6_p(Factor block, Factor shares, Factor factor, Matrix errors, Bl
            "each: expected [columns, groups, 2]");
     expect(numbers.shape(0) == columns && numbers.shape(1) == groups && numbers.shape(2) == 64,
            "numbers: expected [columns, groups, 64]");
-    expect(threads > 0, "threads: expected at least 1");
     PlanesWork work{block.data(),   shares.data(),    factor.data(), errors.data(),  each.data(),
                     numbers.data(), (int64_t)columns, (int64_t)rows, (int64_t)groups};
     QuantiseGroup kernel = encoders(instruction_set).feedback_q6_p;
-    Pool pool((int)std::min<size_t>((size_t)threads, std::max<size_t>(groups, 1)));
+    Pool& pool = pool_of(threads);
     pool.run([&](int) { pool.share((int)groups, [&](int group, int) { kernel(work, group); }); });
 }
 
@@ -100,13 +121,12 @@ void encode(const std::string& block, Weight weight, std::optional<Divisors> div
     expect((int64_t)blocks.shape(0) == bands && (int64_t)blocks.shape(1) == columns && blocks.shape(2) == of->bytes,
            "blocks: expected [bands, columns, bytes]");
     expect(!divisors || (int64_t)divisors->shape(0) == rows, "divisors: expected one for each row");
-    expect(threads > 0, "threads: expected at least 1");
     EncodeWork work{
         weight.data(),   divisors ? divisors->data() : nullptr, blocks.data(), rows, columns, weight.stride(0),
         weight.stride(1)};
     const int64_t at_once = 256;
     int64_t parts = (columns + at_once - 1) / at_once;
-    Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts * bands, 1)));
+    Pool& pool = pool_of(threads);
     pool.run([&](int) {
         pool.share((int)(parts * bands), [&](int item, int) {
             int64_t first = item % parts * at_once;
@@ -119,11 +139,11 @@ void encode(const std::string& block, Weight weight, std::optional<Divisors> div
 void balance(Factor weight, Means means, int rounds, const std::string& instruction_set, int threads) {
     int64_t rows = (int64_t)weight.shape(0), columns = (int64_t)weight.shape(1);
     expect((int64_t)means.shape(0) == rows, "means: expected one for each row");
-    expect(rounds > 0 && threads > 0, "rounds and threads: expected at least 1");
+    expect(rounds > 0, "rounds: expected at least 1");
     Balance kernel = encoders(instruction_set).balance;
     const int64_t at_once = 64;  // rows, whose sums are added in order: the result is that of any number of threads
     int64_t parts = (rows + at_once - 1) / at_once;
-    Pool pool((int)std::min<int64_t>(threads, std::max<int64_t>(parts, 1)));
+    Pool& pool = pool_of(threads);
     std::vector<double> inverse((size_t)columns, 1.0), sums((size_t)(parts * columns)), scratch;
     scratch.resize((size_t)(pool.threads() * columns));
     for (int round = 0; round < rounds; round++) {
@@ -143,6 +163,54 @@ void balance(Factor weight, Means means, int rounds, const std::string& instruct
     }
 }
 
+void decode(const std::string& block, StoredBlocks blocks, Matrix weight, int threads) {
+    struct {
+        const char* name;
+        size_t bytes;
+        Decode kernel;
+    } of_blocks[] = {{"Q4_K", 144, decode_q4_k}, {"Q6_P", 200, decode_q6_p}};
+    auto of = std::find_if(std::begin(of_blocks), std::end(of_blocks), [&](auto& one) { return block == one.name; });
+    expect(of != std::end(of_blocks), "block: expected Q4_K or Q6_P");
+    int64_t rows = (int64_t)weight.shape(0), columns = (int64_t)weight.shape(1), bands = (rows + 255) / 256;
+    expect((int64_t)blocks.shape(0) == bands && (int64_t)blocks.shape(1) == columns && blocks.shape(2) == of->bytes,
+           "blocks: expected [bands, columns, bytes]");
+    DecodeWork work{blocks.data(), weight.data(), rows, columns};
+    const int64_t at_once = 256;
+    int64_t parts = (columns + at_once - 1) / at_once;
+    Pool& pool = pool_of(threads);
+    pool.run([&](int) {
+        pool.share((int)(parts * bands), [&](int item, int) {
+            int64_t first = item % parts * at_once;
+            of->kernel(work, item / parts, first, std::min(at_once, columns - first));
+        });
+    });
+}
+
+void mirror_square(Matrix matrix, float divisor, int threads) {
+    expect(matrix.shape(0) == matrix.shape(1), "matrix: expected a square one");
+    mirror(pool_of(threads), matrix.data(), (int64_t)matrix.shape(0), divisor);
+}
+
+void permute_square(Factor matrix, Order order, Matrix out, int threads) {
+    size_t size = matrix.shape(0), count = order.shape(0);
+    expect(matrix.shape(1) == size && out.shape(0) == count && out.shape(1) == count, "expected square matrices");
+    expect_order(order, size);
+    permute(pool_of(threads), matrix.data(), (int64_t)size, order.data(), out.data(), (int64_t)count);
+}
+
+void flip_square(Matrix matrix, int threads) {
+    expect(matrix.shape(0) == matrix.shape(1), "matrix: expected a square one");
+    flip_diagonal(pool_of(threads), matrix.data(), (int64_t)matrix.shape(0));
+}
+
+void transpose(Factor matrix, Order order, Matrix out, int threads) {
+    size_t rows = matrix.shape(0), columns = matrix.shape(1);
+    expect(order.shape(0) == columns && out.shape(0) == columns && out.shape(1) == rows,
+           "order and out: expected [columns] and [columns, rows]");
+    expect_order(order, columns);
+    transpose_columns(pool_of(threads), matrix.data(), order.data(), out.data(), (int64_t)rows, (int64_t)columns);
+}
+
 }  // namespace
 
 void bind_quantise(nb::module_& m) {
@@ -151,6 +219,13 @@ void bind_quantise(nb::module_& m) {
     m.def("quantise_q6_p", &quantise_q6_p, "block"_a, "shares"_a, "factor"_a, "errors"_a, "each"_a, "numbers"_a,
           "instruction_set"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
     m.def("encode", &encode, "block"_a, "weight"_a, "divisors"_a.none(), "blocks"_a, "instruction_set"_a, "threads"_a,
+          nb::call_guard<nb::gil_scoped_release>());
+    m.def("decode", &decode, "block"_a, "blocks"_a, "weight"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("mirror", &mirror_square, "matrix"_a, "divisor"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("permute", &permute_square, "matrix"_a, "order"_a, "out"_a, "threads"_a,
+          nb::call_guard<nb::gil_scoped_release>());
+    m.def("flip_diagonal", &flip_square, "matrix"_a, "threads"_a, nb::call_guard<nb::gil_scoped_release>());
+    m.def("transpose_columns", &transpose, "matrix"_a, "order"_a, "out"_a, "threads"_a,
           nb::call_guard<nb::gil_scoped_release>());
     m.def("balance", &balance, "weight"_a, "means"_a, "rounds"_a, "instruction_set"_a, "threads"_a,
           nb::call_guard<nb::gil_scoped_release>());
