@@ -174,7 +174,8 @@ class Plan(ABC):
 
     groups  -- in the order in which they are stored
     notes   -- where it differs from what was asked, a sentence each, for the user
-    at_once -- how many groups to make, hash and write side by side; so many are in memory
+    at_once -- how many groups to make, hash and write side by side; so many are in memory, and where it is one the
+               one before it, too
     measure -- (finished artifact, before it gets its name) -> the manifest's score; None: it has none
     check   -- (the finished artifact, its name to come) raises `PackingError` where it cannot be opened
     """

@@ -4,6 +4,7 @@ import hashlib
 import math
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -44,9 +45,9 @@ def write_files(
     """Write files; returns the SHA-256 of each tensor by its name.
 
     `at_once` groups are made, hashed and written at a time; `done` is called after each. One at a time, as encoders on
-    a CPU take them, means as many as torch has threads, each in a process of its own, where the files are large. Their
-    order is the first of each file, then the second, and so on: a system lets one thread write to a file at a time.
-    Raises the first error in this order.
+    a CPU take them, means as many as torch has threads, each in a process of its own, where the files are large; else
+    one is written while the next one is made. Their order is the first of each file, then the second, and so on: a
+    system lets one thread write to a file at a time. Raises the first error in this order.
 
     Several workers have these files, under the same names: the first one begins them, each makes and writes some
     groups, in turn, and all return all hashes. Raises `WorkersError` where a worker does not reach the files.
@@ -72,6 +73,8 @@ def write_files(
         hashes = forked_map(
             lambda job: _write(*job, shared=shard.world_size > 1), jobs, sizes, processes, memory // HELD, done
         )
+    elif at_once == 1:
+        hashes = _written_behind(jobs, shard.world_size > 1, done)
     else:
         hashes = parallel_map(lambda job: _write(*job, shared=shard.world_size > 1), jobs, at_once, done)
     own = {name: digest for of_group in hashes for name, digest in of_group.items()}
@@ -98,10 +101,41 @@ def _jobs(file: TensorFile) -> Iterator[_Job]:
         yield file.path, group, [next(begins) for _ in group.tensors]
 
 
+def _written_behind(jobs: Sequence[_Job], shared: bool, done: Callable[[], object]) -> list[dict[str, str]]:
+    """`_write` of each job; while one is hashed and written, which takes one core, all make the next one."""
+    hashes: list[dict[str, str]] = []
+    behind: list[Future[dict[str, str]]] = []
+
+    def wait() -> None:
+        for job in behind:
+            hashes.append(job.result())
+            done()
+        behind.clear()
+
+    def put(path: Path, group: PlannedGroup, starts: list[int], made: list[Sequence[torch.Tensor]]) -> dict[str, str]:
+        return _put(path, group, starts, made.pop(), shared)  # that nobody holds what is written
+
+    with ThreadPoolExecutor(1, "written-behind") as writer:
+        for path, group, starts in jobs:
+            made: list[Sequence[torch.Tensor]] = []
+            try:
+                made.append(group.data())
+            finally:
+                wait()  # an error of the job before is the first one
+            behind.append(writer.submit(put, path, group, starts, made))
+        wait()
+    return hashes
+
+
 def _write(path: Path, group: PlannedGroup, starts: Sequence[int], shared: bool) -> dict[str, str]:
     """Make the tensors of a group and write each where it begins; returns their SHA-256."""
+    return _put(path, group, starts, group.data(), shared)
+
+
+def _put(
+    path: Path, group: PlannedGroup, starts: Sequence[int], made: Sequence[torch.Tensor], shared: bool
+) -> dict[str, str]:
     hashes = {}
-    made = group.data()
     with path.open("r+b") as file:
         for tensor, data, start in zip(group.tensors, made, starts, strict=True):
             digest = hashlib.sha256()
