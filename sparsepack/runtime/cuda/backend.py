@@ -8,9 +8,11 @@ from typing import Any, cast
 import torch
 
 from sparsepack.formats.packed import PackedModel
+from sparsepack.progress import say
 from sparsepack.runtime.cpu import operations
 from sparsepack.runtime.cuda.attention.kv_cache import new_cache
 from sparsepack.runtime.cuda.decoder.decoder import CudaDecoder
+from sparsepack.runtime.cuda.decoder.self_check import check_unknown
 from sparsepack.runtime.cuda.driver import device as gpu
 from sparsepack.runtime.cuda.driver.memory import within_budget
 from sparsepack.runtime.cuda.products.tune import measure
@@ -39,7 +41,10 @@ def decoder(
     of_decoder = (packed, device, context, options.sequences or 1, cache_type)
     cache = partial(new_cache, offload=options.offload)
     if not options.divided_by:
-        return CudaDecoder(*of_decoder, new_cache=cache)
+        whole = CudaDecoder(*of_decoder, new_cache=cache)
+        if line := check_unknown(whole):
+            say(line)
+        return whole
     plan, device = make_plan(packed, context, cache_type, options), gpu.usable(device)
     with within_budget(plan, device):
         cpu_gpu = None

@@ -66,6 +66,7 @@ class SimulatedKernels(kernel_set.Kernels):
     usable = staticmethod(lambda device: CPU)
     on_device = staticmethod(nullcontext)
     device_name = staticmethod(lambda device: "simulated")
+    capability = staticmethod(lambda device: (9, 0))
     synchronize = staticmethod(lambda device: None)
     new_stream = new_step_stream = new_graph_pool = wait_for_step = staticmethod(lambda: None)
     on_stream = staticmethod(lambda stream: nullcontext())

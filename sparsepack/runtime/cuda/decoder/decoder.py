@@ -126,6 +126,29 @@ class CudaDecoder:
     def stepped(self) -> int:
         return self._stepped
 
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability of the GPU."""
+        return self._kernels.capability(self._device)
+
+    @property
+    def context(self) -> int:
+        return self._context
+
+    @property
+    def vocabulary(self) -> int:
+        return self._step.logits.shape[1]
+
+    def thresholds(self) -> list[Tensor]:
+        """What steps that skip compare inputs with; none where an MLP by neurons has a rule of its own."""
+        of = [
+            *(layer.attention for layer in self._model.layers),
+            *(getattr(mlp, "sites", None) for mlp in self._model.mlps),
+        ]
+        if None in of:
+            return []
+        return [each.sparse.threshold for sites in of for each in sites.values() if each.sparse.threshold is not None]
+
     def active(self) -> dict[tuple[int, str], int]:
         active = self._ahead.active if self._ahead and self._ahead.running else self._step.active
         of, sequences = self._model, len(self._cache.lengths)

@@ -35,6 +35,7 @@ class Kernels:
     usable = staticmethod(device.usable)
     on_device = staticmethod(torch.cuda.device)
     device_name = staticmethod(torch.cuda.get_device_name)
+    capability = staticmethod(torch.cuda.get_device_capability)
     synchronize = staticmethod(torch.cuda.synchronize)
     new_stream = staticmethod(own_stream)
     on_stream = staticmethod(torch.cuda.stream)
