@@ -141,13 +141,12 @@ class CudaDecoder:
 
     def thresholds(self) -> list[Tensor]:
         """What steps that skip compare inputs with; none where an MLP by neurons has a rule of its own."""
-        of = [
-            *(layer.attention for layer in self._model.layers),
-            *(getattr(mlp, "sites", None) for mlp in self._model.mlps),
-        ]
-        if None in of:
-            return []
-        return [each.sparse.threshold for sites in of for each in sites.values() if each.sparse.threshold is not None]
+        sites = [site for layer in self._model.layers for site in layer.attention.values()]
+        for mlp in self._model.mlps:
+            if (of_mlp := getattr(mlp, "sites", None)) is None:
+                return []
+            sites += of_mlp.values()
+        return [site.sparse.threshold for site in sites if site.sparse.threshold is not None]
 
     def active(self) -> dict[tuple[int, str], int]:
         active = self._ahead.active if self._ahead and self._ahead.running else self._step.active
