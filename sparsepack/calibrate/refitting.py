@@ -280,7 +280,7 @@ class _BlockFitting:
                         f"{name}: fitting would change its weights by {change:.3g} of their size; give a larger "
                         "--damping or more --refit-windows"
                     )
-        self.shard.keep_with_blocks(_file(layer, site), made.tensors)
+        self.shard.keep_behind(_file(layer, site), made.tensors)
         self.names.append([layer, site, [*made.tensors]])
         self.rows.append({"site": site_name(layer, site), **_row(made.changes, made.before, made.after)})
         self.stream.replace(made.decoded)

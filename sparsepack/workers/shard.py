@@ -283,6 +283,11 @@ class Shard(Exchange):
         """Write tensors that count from the next `save_block` on; should they be lost, all blocks are made anew."""
         self.state.keep(BLOCKS, name, tensors)
 
+    def keep_behind(self, name: str, tensors: Mapping[str, Tensor]) -> None:
+        """`keep_with_blocks` of tensors that stay as they are, within `blocks` while the run goes on."""
+        assert self._thread is not None
+        self._behind.append(self._thread.submit(self.keep_with_blocks, name, tensors))
+
     def keep_after(self, name: str, tensors: Mapping[str, Tensor], dealt: bool = False) -> None:
         """Keep tensors that belong to the end of the block that is being finished, if there are any, in place of those
         kept under this name before, from the next `save_block` on that commits.
