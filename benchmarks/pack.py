@@ -23,11 +23,12 @@ from benchmarks.shared.timing import check_close, json_option, relative_error, w
 from sparsepack.files.atomic import remove
 from sparsepack.files.hashing import Hashing
 from sparsepack.formats.blocks.table import BLOCKS
+from sparsepack.formats.linear_folder import SCALE
 from sparsepack.formats.open import open_artifact, read_packed
 from sparsepack.formats.orders import slide as slid_matrix
 from sparsepack.formats.orders import zigzag
 from sparsepack.formats.orders.slide import Slide
-from sparsepack.formats.slide import POSITIONS, SCALE, Sparse24Artifact, value_type
+from sparsepack.formats.slide import POSITIONS, Sparse24Artifact, value_type
 from sparsepack.formats.table import FORMATS
 from sparsepack.models.checkpoint.checkpoint import Checkpoint, open_checkpoint
 from sparsepack.models.family import EMBEDDING, HEAD, SITES

@@ -59,7 +59,7 @@ class PackRequest:
     sparse_attention: AttentionOptions | None = None
     bits: float | None = option(
         "In place of --sparsity: bits of a weight that a decoded token reads in the mean, scales included. Takes a "
-        "format with planes, zigzag-q6_p (default: all).",
+        "format with planes, zigzag-q6_p or planes-q6_p (default: all).",
         default=None,
         above=0,
         most=16,
@@ -134,7 +134,7 @@ class PackRequest:
                 f"format {format.name}: it has no place for thresholds; "
                 f"leave sparsity out or use {those_with('thresholds')}"
             )
-        if format.weight_sparsity and (self.output_type, self.embedding_type) != ("auto", "auto"):
+        if format.folder and (self.output_type, self.embedding_type) != ("auto", "auto"):
             raise PackingError(f"format {format.name}: embedding and output matrix stay in the model's own type")
         if self.thresholds is not None and self.allocation is not None and self.allocation.sparsity > 0:
             raise PackingError("give --thresholds or --sparsity, not both: the table has its own sparsities")

@@ -41,6 +41,9 @@ class Artifact(ABC):
     output: ClassVar[str] = "output.weight"
     """The name of the output matrix; without such a tensor the embedding is that too."""
 
+    row_scale: ClassVar[str] = ".row_scale"
+    """The name of a tensor ends so that has what each row of a matrix is multiplied by, which counts as its bytes."""
+
     manifest: Mapping[str, Any]
 
     @property
@@ -135,6 +138,11 @@ class Artifact(ABC):
         for name in matrices:
             if self.logical_shape(name) != self.tensors[name].shape:
                 raise ArtifactError(f"{self.path}: {name} has not the shape in the manifest; pack it again")
+
+    @property
+    def sparse_sites(self) -> int:
+        """Number of sites that have a threshold."""
+        return sum(name.endswith(".threshold") for name in self.tensors)
 
     def holds_weights(self, name: str) -> bool:
         """Whether a tensor holds weights of the model, not a site's rule or what follows from the configuration."""

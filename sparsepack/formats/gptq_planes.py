@@ -18,8 +18,8 @@ from torch.nn import functional
 
 from sparsepack.formats.blocks import q6_p
 from sparsepack.formats.blocks.cpu_encoder import kernels
-from sparsepack.formats.blocks.superblock import BLOCK, Parts, largest
-from sparsepack.formats.orders import zigzag
+from sparsepack.formats.blocks.superblock import largest
+from sparsepack.formats.orders import planes, zigzag
 from sparsepack.reconstruction import Inputs, fed_back
 from sparsepack.runtime.cpu.machine import instruction_set
 
@@ -42,7 +42,7 @@ def zigzag_blocks(weight: Tensor, inputs: Inputs) -> tuple[Tensor, Tensor | None
     feedback = _Feedback(len(weight), level_shares(ordered))
     fed_back(weight, ordered, None, at_once=feedback.at_once, step=_AT_ONCE, order=order)
     returned = order.argsort()
-    return _stored(feedback.each[returned], feedback.numbers[returned], len(weight))
+    return planes.superblocks(feedback.each[returned], feedback.numbers[returned], len(weight))
 
 
 def level_shares(inputs: Inputs) -> Tensor:
@@ -100,21 +100,3 @@ class _Feedback:
             errors[number] = (x * counted[at] - known).view(-1)[: self._rows] / pivots[at]
             self.numbers[at] = q
         return errors
-
-
-def _stored(each: Tensor, numbers: Tensor, rows: int) -> tuple[Tensor, Tensor | None]:
-    """Bands and tail of a matrix of so many rows, from its groups by columns (`_Feedback`)."""
-    together, bands = q6_p.CODEC.together, zigzag.bands(rows - zigzag.tail_rows(rows))
-    columns, whole = len(each), bands * q6_p.GROUPS
-
-    def superblocks(part: slice) -> Tensor:
-        """Groups of each column, four to a superblock: uint8 [superblocks, 200]."""
-        scales, q = (
-            functional.pad(of.flatten(0, 1), (0, 0, 0, -len(of) * of.shape[1] % q6_p.GROUPS))
-            for of in (each[:, part], numbers[:, part])
-        )
-        count = len(q) // q6_p.GROUPS
-        return together(Parts(q.new_empty(count, 0), scales.view(count, q6_p.GROUPS, 2), q.view(count, BLOCK)))
-
-    blocks = superblocks(slice(0, whole)).view(columns, bands, q6_p.BLOCK_BYTES).transpose(0, 1).contiguous()
-    return blocks, superblocks(slice(whole, None)) if zigzag.tail_pieces(rows) else None

@@ -18,7 +18,6 @@ from sparsepack.formats.manifest import (
     refit_in_words,
 )
 from sparsepack.formats.open import open_artifact
-from sparsepack.formats.zigzag.reader import ROW_SCALE
 from sparsepack.models.activity import bits_read
 from sparsepack.models.checkpoint.configuration import segments_summary
 
@@ -37,7 +36,9 @@ def describe(path: Path) -> dict[str, Any]:
     tensors = artifact.tensors
     weights = {name: _weights(artifact, name) for name in tensors}
     matrices = [name for name in artifact.manifest["tensors"] if name in tensors]
-    sites = [name for name in tensors if name.startswith(_BLOCKS) and (name in matrices or name.endswith(ROW_SCALE))]
+    sites = [
+        name for name in tensors if name.startswith(_BLOCKS) and (name in matrices or name.endswith(artifact.row_scale))
+    ]
     return {
         "path": str(path),
         "kind": artifact.manifest["kind"],
@@ -55,7 +56,7 @@ def describe(path: Path) -> dict[str, Any]:
             for name, entry in artifact.manifest["tensors"].items()
             if entry.get("padding_rows")
         },
-        "sparse_sites": sum(name.endswith(".threshold") for name in tensors),
+        "sparse_sites": artifact.sparse_sites,
         "thresholds": artifact.manifest.get("thresholds"),
         "bits_read": expected_bits(artifact),
         "pruning": artifact.pruning(),

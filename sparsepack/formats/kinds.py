@@ -10,8 +10,9 @@ class MatrixFormat:
     """How a matrix is stored: blocks in an order.
 
     block -- a row of `blocks.table.BLOCKS`, by name
-    order -- which weights a block holds: of a row each ("rows"), 256 rows of a column ("zigzag"), both of a neuron
-             ("neuron"), the values of sliding windows ("slide"); a module of `orders` but for the first
+    order -- which weights a block holds: of a row each ("rows"), 256 rows of a column ("zigzag") or 64 ("planes"),
+             both of a neuron ("neuron"), the values of sliding windows ("slide"); all but the first are modules of
+             `orders`
     """
 
     block: str

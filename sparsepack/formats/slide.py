@@ -12,24 +12,31 @@ is loaded. config.json says in `quantization_config.patterns` which Linear has w
 `quantization_config.attention` true that the manifest has sparse attention: a copy by transformers leaves that behind.
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from sparsepack.errors import ArtifactError, PackingError
-from sparsepack.files.stored import shown
 from sparsepack.files.transfer import stacked_on, tensors_at_once
 from sparsepack.formats import gptq
-from sparsepack.formats.artifact import Artifact, Program
-from sparsepack.formats.containers.safetensors import CONFIG, ArtifactFolder, FolderArtifact
-from sparsepack.formats.containers.safetensors_writer import FolderPlan, model_texts
-from sparsepack.formats.manifest import PRUNING, make_manifest
+from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.containers.safetensors import ArtifactFolder
+from sparsepack.formats.containers.safetensors_writer import FolderPlan
+from sparsepack.formats.linear_folder import (
+    SCALE,
+    LinearFolderArtifact,
+    Stored,
+    as_bytes,
+    block_linears,
+    folder_plan,
+    own_tensors,
+)
+from sparsepack.formats.manifest import PRUNING
 from sparsepack.formats.orders import slide as slid_matrix
 from sparsepack.formats.orders.slide import (
     VALUE_TYPES,
@@ -46,19 +53,16 @@ from sparsepack.formats.plan import (
     PlannedTensor,
     PlanRequest,
     SiteEncoder,
-    alone,
-    manifest_shapes,
-    tensors_of,
 )
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import FORMATS, Format
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
-from sparsepack.models.families import check_taken, family_of
+from sparsepack.models.families import check_taken
 from sparsepack.models.pattern import Pattern
 from sparsepack.reconstruction import Inputs
 
-POSITIONS, SCALE = "_positions", "_scale"
-"""The name of a weight's positions and of its scales ends with these, after the name of the weight."""
+POSITIONS = "_positions"
+"""The name of a weight's positions ends so, after the name of the weight."""
 
 
 def value_type(format: Format) -> ValueType:
@@ -85,12 +89,23 @@ def configured_slides(patterns: Any) -> dict[str, Slide]:
     Raises `ArtifactError` for patterns that mean nothing.
     """
     try:
-        return {name: Slide(Pattern(keep, of)) for name, (keep, of) in patterns.items()}
+        return {name: Slide(Pattern(*map(_number, numbers))) for name, numbers in patterns.items()}
     except (TypeError, ValueError, AttributeError, PackingError) as error:
         raise ArtifactError(f"quantization_config.patterns: not understood ({error}); pack the model again") from error
 
 
-def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> dict[str, tuple[tuple[int, ...], str]]:
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise ValueError(f"{str(value)[:60]!r} is no number")
+    return value
+
+
+def linears_of(section: Mapping[str, Any]) -> dict[str, Slide]:
+    """How each Linear was slid, by a folder's `quantization_config` (`linear_folder.configured_linears`)."""
+    return configured_slides(section.get("patterns"))
+
+
+def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> Stored:
     """The tensors of a sparse24 matrix in the order in which they are stored: name -> shape and type.
 
     weight -- the matrix's name; stored -- values that are stored for a row
@@ -105,69 +120,34 @@ def slid_tensors(weight: str, rows: int, stored: int, values: ValueType) -> dict
 
 
 @dataclass(frozen=True)
-class Sparse24Artifact(FolderArtifact):
-    """A slid folder. Its weights are known by the names that they have in the checkpoint."""
+class Sparse24Artifact(LinearFolderArtifact):
+    """A slid folder."""
 
-    @cached_property
+    behind: ClassVar[tuple[str, ...]] = (POSITIONS, SCALE)
+
+    @property
     def slides(self) -> dict[str, Slide]:
         """How each pruned matrix was slid, by its name without `.weight`."""
-        try:
-            patterns = json.loads(self.folder.texts[CONFIG])["quantization_config"]["patterns"]
-            return {name: Slide(Pattern(*map(_number, numbers))) for name, numbers in patterns.items()}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PackingError) as error:
-            raise ArtifactError(f"{self.path}: its patterns are not understood ({shown(error)})") from error
+        return self.linears
 
-    def slide_of(self, name: str) -> Slide | None:
-        """How a weight was slid; None for a tensor that is as in the checkpoint."""
-        return self.slides.get(name.removesuffix(".weight")) if name.endswith(".weight") else None
+    def stored_tensors(self, name: str) -> Stored:
+        rows, columns = self.logical_shape(f"{name}.weight")
+        return slid_tensors(f"{name}.weight", rows, self.slides[name].stored(columns), value_type(self.format))
 
     def pruning(self) -> dict[str, Any]:
         patterns = Counter(str(how.pattern) for how in self.slides.values())
         return {"patterns": dict(patterns), **(self.manifest.get(PRUNING) or {})}
 
-    def holds_weights(self, name: str) -> bool:
-        return not name.endswith((".weight" + POSITIONS, ".weight" + SCALE))
-
     def type_of_weights(self, name: str) -> str:
-        return value_type(self.format).name if self.slide_of(name) else super().type_of_weights(name)
+        return value_type(self.format).name if self.how_stored(name) else super().type_of_weights(name)
 
     def check_bytes(self) -> None:
         super().check_bytes()
         for name, how in self.slides.items():
             self._positions(f"{name}.weight", how, 0, None)
 
-    def check_shapes(self) -> None:
-        values = value_type(self.format)
-        self._check_sites()
-        for name, how in self.slides.items():
-            weight = f"{name}.weight"
-            shape = self.logical_shape(weight) if weight in self.tensors else ()
-            if len(shape) != 2:
-                raise ArtifactError(f"{self.path}: {weight} is missing or no matrix; pack it again")
-            rows, columns = shape
-            expected = slid_tensors(weight, rows, how.stored(columns), values)
-            for part, (of_shape, of_type) in expected.items():
-                info = self.tensors.get(part)
-                if info is None or info.shape != of_shape or info.type != of_type:
-                    found = "missing" if info is None else f"{info.type} {list(info.shape)}"
-                    raise ArtifactError(f"{self.path}: {part} is {found}, expected {of_type} {list(of_shape)}")
-        for name, info in self.tensors.items():
-            if self.slide_of(name) is None and self.logical_shape(name) != info.shape:
-                raise ArtifactError(f"{self.path}: {name} has not the shape in the manifest; pack it again")
-
-    def _check_sites(self) -> None:
-        """The projections of a site share their input, which is quantised for all of them or for none."""
-        family = family_of(self.manifest["model"]["model_type"], str(self.path))
-        for site in family.projections:
-            ways = [kind.projections[site] for kind in family.kinds]
-            for prefix in {name[: -len(of)] for name in self.slides for way in ways for of in way if name.endswith(of)}:
-                missing = [[of for of in way if prefix + of not in self.slides] for way in ways]
-                if all(missing):
-                    lacks = min(missing, key=len)[0]
-                    raise ArtifactError(f"{self.path}: {prefix}{lacks} is not slid as its site is; pack it again")
-
     def decoded(self, name: str, first: int = 0, last: int | None = None) -> Tensor:
-        how = self.slide_of(name)
+        how = self.how_stored(name)
         if how is None:
             return super().decoded(name, first, last)
         of_type = value_type(self.format)
@@ -195,23 +175,10 @@ class Sparse24Artifact(FolderArtifact):
         }
         return replace(stock, inputs=dict.fromkeys(slid, values.dtype))
 
-    def programs(self) -> Iterator[Program]:
-        yield Program("sparsepack", True, "evaluates it")
-        yield Program("transformers", True, "from_pretrained, after `import sparsepack`")
-        yield Program("llama.cpp", False, "it takes GGUF files; pack as q4_k for it")
-
-
-def _number(value: Any) -> int:
-    if type(value) is not int:
-        raise ValueError(f"{str(value)[:60]!r} is no number")
-    return value
-
 
 SLID_AT_ONCE = 16
 """This many matrices are slid side by side for a CUDA device: hashing and writing take many times as long as sliding,
 and a matrix takes little more memory there than its weights."""
-
-_OWN_TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
 
 def check_model(format: Format, checkpoint: Checkpoint) -> None:
@@ -231,27 +198,9 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
     groups = tuple(_groups(format, checkpoint, slides, request))
     left = sorted(name for name in _matrices(checkpoint) if name not in slides)
     notes = [f"{len(left)} matrices are not pruned and stay as they are: {left[0]} the first"] if left else []
-    notes += request.notes
-    said: dict[str, Any] = {"patterns": {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}}
-    if request.attention is not None:
-        said["attention"] = True
-    return FolderPlan(
-        format=format.name,
-        groups=groups,
-        notes=tuple(notes),
-        at_once=tensors_at_once(request.device, SLID_AT_ONCE),
-        source=checkpoint.source.hash,
-        manifest=partial(
-            make_manifest,
-            format.name,
-            checkpoint,
-            request.provenance,
-            manifest_shapes(tensors_of(groups)),
-            notes,
-            attention=request.attention,
-        ),
-        texts=model_texts(checkpoint, format.name, **said),
-    )
+    section = {"patterns": {name: [pattern.keep, pattern.of] for name, pattern in patterns.items()}}
+    at_once = tensors_at_once(request.device, SLID_AT_ONCE)
+    return folder_plan(format, checkpoint, request, groups, section, notes, at_once)
 
 
 def _patterns(checkpoint: Checkpoint, request: PlanRequest) -> Mapping[str, Pattern]:
@@ -267,12 +216,7 @@ def _patterns(checkpoint: Checkpoint, request: PlanRequest) -> Mapping[str, Patt
 
 def _matrices(checkpoint: Checkpoint) -> list[str]:
     """The names of all matrices of the blocks, without `.weight`."""
-    return [
-        f"model.layers.{layer}.{name}"
-        for layer in range(checkpoint.layers)
-        for names in checkpoint.family_at(layer).projections.values()
-        for name in names
-    ]
+    return [name for names in block_linears(checkpoint).values() for name in names]
 
 
 def _groups(
@@ -283,19 +227,14 @@ def _groups(
     source, values = checkpoint.source, value_type(format)
     slid = {f"{name}.weight": how for name, how in slides.items()}
 
-    def own(name: str) -> Tensor:
-        return _bytes(checkpoint.tensor(name))
-
     def made(name: str) -> Sequence[Tensor]:
         if name in request.encoded:
             return [give() for part, give in request.encoded.items() if part.startswith(name)]
         weight = stacked_on(request.device, [checkpoint.tensor(name)])
         parts = slid_matrix.encode(weight, slid[name], values.dtype, values.steps)
-        return [_bytes(part) for part in parts if part is not None]
+        return [as_bytes(part) for part in parts if part is not None]
 
-    for name, shape in source.shapes.items():
-        if name not in slid:
-            yield alone(PlannedTensor(name, shape, _OWN_TYPES[source.dtypes[name]]), partial(own, name))
+    yield from own_tensors(checkpoint, slides)
     for name, how in slid.items():
         rows, columns = source.shapes[name]
         parts = tuple(
@@ -328,15 +267,11 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
             decoded[part] = dequantised(q, scale)
             stored = slid_matrix.encode(q.float(), slides[name], values.dtype, scale=scale)
             names = slid_tensors(f"{name}.weight", 0, 0, values)
-            tensors |= {of: _bytes(made) for of, made in zip(names, stored, strict=True) if made is not None}
+            tensors |= {of: as_bytes(made) for of, made in zip(names, stored, strict=True) if made is not None}
             rows[f"{name}.weight"] = part
         return EncodedSite(tensors, decoded, rows)
 
     return encode
-
-
-def _bytes(value: Tensor) -> Tensor:
-    return value.contiguous().view(-1).view(torch.uint8)
 
 
 def opened(folder: ArtifactFolder, manifest: Mapping[str, Any]) -> Artifact:

@@ -131,6 +131,7 @@ _ZIGZAG = "sparsepack.formats.zigzag.plan"
 _NEURON = "sparsepack.formats.neuron"
 _PLAIN = "sparsepack.formats.plain"
 _SLID = "sparsepack.formats.slide"
+_PLANES = "sparsepack.formats.planes"
 _FOR_LLAMA_CPP = "a plain GGUF that stock llama.cpp loads"
 _FOR_2_OF_4 = "a folder of a pruned model for 2:4 tensor cores"
 _SKIPS = "skips inactive columns"
@@ -170,6 +171,16 @@ FORMATS: Mapping[str, Format] = {
         Format("slide-int8", _FOR_2_OF_4, _SLID, MatrixFormat("I8", "slide"), fits=True, **_PRUNED),
         Format("slide-fp8", _FOR_2_OF_4, _SLID, MatrixFormat("F8_E4M3", "slide"), fits=True, **_PRUNED),
         Format("slide-bf16", _FOR_2_OF_4, _SLID, MatrixFormat("BF16", "slide"), **_PRUNED),
+        Format(
+            "planes-q6_p",
+            "zigzag-q6_p as a folder for transformers and vLLM",
+            _PLANES,
+            MatrixFormat("Q6_P", "planes"),
+            folder=True,
+            thresholds=True,
+            attention=True,
+            fits=True,
+        ),
     )
 }
 DEFAULT_FORMAT = next(iter(FORMATS))

@@ -131,7 +131,7 @@ class FolderPlan(Plan):
         if len(weights) == 1:
             old_place = {"header_sha256": weights[WEIGHTS]["header_sha256"]}
         else:
-            manifest, old_place = {**manifest, "schema": FILES_SCHEMA}, {}
+            manifest, old_place = {**manifest, "schema": max(manifest["schema"], FILES_SCHEMA)}, {}
         inside = {
             "manifest": manifest,
             "files": {**texts, **weights},

@@ -219,15 +219,15 @@ def _tail_problem(block: str, rows: int, columns: int, tail: Tensor) -> str:
     used = columns * zigzag.tail_pieces(rows)
     if pieces[used:].any():
         return "pieces after the last column are not zero"
-    return _rows_problem(block, rows, rows, pieces[:used].view(columns, -1).t())
+    return rows_problem(block, rows, rows, pieces[:used].view(columns, -1).t())
 
 
 def _band_problem(block: str, rows: int, band: Tensor) -> str:
     """What is wrong with the last band, uint8 [columns, bytes], of so many logical rows; empty: nothing."""
-    return _rows_problem(block, rows, rows % zigzag.BAND_ROWS, BLOCKS[block].decode(band).t())
+    return rows_problem(block, rows, rows % zigzag.BAND_ROWS, BLOCKS[block].decode(band).t())
 
 
-def _rows_problem(block: str, rows: int, held: int, weights: Tensor) -> str:
+def rows_problem(block: str, rows: int, held: int, weights: Tensor) -> str:
     """What is wrong with float32 [whole sub-blocks of rows, columns], the last of so many logical rows, which has
     `held` of them; empty: what follows these is zero."""
     sub = GROUP if BLOCKS[block].levels else SUB

@@ -170,7 +170,7 @@ def engine_plan(
 
     Raises `PackingError` as `plan`.
     """
-    _check_rules(checkpoint, request.rules)
+    check_rules(checkpoint, request.rules)
     architecture = checkpoint.architecture
     embedding, notes = embedding_types(checkpoint, request.embedding_type, request.output_type)
     groups = tuple(_groups(checkpoint, architecture, block, embedding, request.device))
@@ -281,12 +281,8 @@ def planned_site(
 
     def weight() -> Sequence[Tensor]:
         if experts is None:
-            if torch.device(device).type == "cpu":
-                stacked = checkpoint.stacked_floats(layer, site)
-            else:
-                stacked = stacked_on(device, checkpoint.projections(layer, site))
-            scales = zigzag.row_scales(stacked) if row_scales else None
-            tensors = stored_tensors(name, *zigzag.pack_with_tail(stacked, block, scales)).values()
+            blocks, tail, scales = rounded_site(checkpoint, layer, site, block, device, row_scales)
+            tensors = stored_tensors(name, blocks, tail).values()
             return [*tensors, *([] if scales is None else [scales.view(torch.uint8)])]
         size = zigzag.superblock_bytes(block)
         stored = [torch.empty(*t.shape[:-1], size, dtype=torch.uint8, device=device) for t in planned]
@@ -312,6 +308,19 @@ def planned_site(
     rule = request.rules.get((layer, site))
     if rule is not None and not rule.dense:
         yield from _planned_rule(name, rule, len(BLOCKS[block].levels))
+
+
+def rounded_site(
+    checkpoint: Checkpoint, layer: int, site: str, block: str, device: str, row_scales: bool = True
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """A site's matrix in zigzag order, each weight rounded by itself: its bands, its tail and the scales of its rows,
+    float32 [rows]."""
+    if torch.device(device).type == "cpu":
+        stacked = checkpoint.stacked_floats(layer, site)
+    else:
+        stacked = stacked_on(device, checkpoint.projections(layer, site))
+    scales = zigzag.row_scales(stacked) if row_scales else None
+    return *zigzag.pack_with_tail(stacked, block, scales), scales
 
 
 def planned_matrix(
@@ -429,12 +438,17 @@ def planned_vector(name: str, type: str, value: Tensor) -> PlannedGroup:
     return alone(PlannedTensor(name, tuple(data.shape), type, weights=False), partial(data.view, torch.uint8))
 
 
-def _planned_rule(name: str, rule: SiteRule, levels: int) -> Iterator[PlannedGroup]:
+def check_levels(name: str, rule: SiteRule, levels: int) -> None:
+    """Raise `PackingError` for thresholds of levels that a format does not have so many of."""
     if rule.steps is not None and len(rule.steps) != levels:
         raise PackingError(
             f"{name}: thresholds of {len(rule.steps)} levels, this format has {levels or 'none'}; find thresholds for "
             "this format, or pack as the one that they are for"
         )
+
+
+def _planned_rule(name: str, rule: SiteRule, levels: int) -> Iterator[PlannedGroup]:
+    check_levels(name, rule, levels)
     for part, value in (
         ("threshold", rule.unit if rule.unit.dim() else rule.unit[None]),
         ("steps", rule.steps),
@@ -449,7 +463,8 @@ def _norm(checkpoint: Checkpoint, name: str, source: str) -> PlannedGroup:
     return alone(PlannedTensor(name, shape, "F32"), lambda: BLOCKS["F32"].encode(checkpoint.norm(source)))
 
 
-def _check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
+def check_rules(checkpoint: Checkpoint, rules: Rules) -> None:
+    """Raise `PackingError` for rules that cannot be of a model."""
     for (layer, site), rule in rules.items():
         name = f"blk.{layer}.{site}"
         sites = checkpoint.family_at(max(0, min(layer, checkpoint.layers - 1))).projections

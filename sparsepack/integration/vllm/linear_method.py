@@ -8,8 +8,9 @@ from vllm.model_executor.layers.linear import LinearMethodBase, register_weight_
 from vllm.model_executor.parameter import ChannelQuantScaleParameter, ModelWeightParameter
 
 from sparsepack.errors import ArtifactError
+from sparsepack.formats.linear_folder import SCALE
 from sparsepack.formats.orders.slide import Slide, ValueType
-from sparsepack.formats.slide import POSITIONS, SCALE
+from sparsepack.formats.slide import POSITIONS
 from sparsepack.runtime.reference.products import Sparse24Matrix
 from sparsepack.runtime.sparse24_operator import prepare, sparse24_linear
 

@@ -17,8 +17,9 @@ from torch import Tensor
 
 import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
+from sparsepack.formats.linear_folder import SCALE
 from sparsepack.formats.orders.slide import Slide, encode
-from sparsepack.formats.slide import POSITIONS, SCALE
+from sparsepack.formats.slide import POSITIONS
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime.reference.products import Sparse24Matrix
