@@ -19,7 +19,7 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError
 from sparsepack.files.stored import shown
 from sparsepack.formats.artifact import Program
-from sparsepack.formats.containers.safetensors import CONFIG, FolderArtifact
+from sparsepack.formats.containers.safetensors import CONFIG, ArtifactFolder, FolderArtifact
 from sparsepack.formats.containers.safetensors_writer import FolderPlan, model_texts
 from sparsepack.formats.manifest import make_manifest
 from sparsepack.formats.plan import PlannedGroup, PlannedTensor, PlanRequest, alone, manifest_shapes, tensors_of
@@ -49,6 +49,16 @@ def configured_linears(section: Mapping[str, Any]) -> dict[str, Any]:
     """
     format = configured_format(section.get("format"))
     found: dict[str, Any] = import_module(format.module).linears_of(section)
+    return found
+
+
+def open_linears(folder: ArtifactFolder, manifest: Mapping[str, Any]) -> "LinearFolderArtifact":
+    """The artifact in an opened folder. Raises `ArtifactError` where it does not hold together, or has no Linears in a
+    format of ours."""
+    format = FORMATS[manifest["kind"]]
+    if not format.folder:
+        raise ArtifactError(f"{folder.path}: its manifest says {format.name}, which is no folder; pack it again")
+    found: LinearFolderArtifact = import_module(format.module).opened(folder, manifest)
     return found
 
 

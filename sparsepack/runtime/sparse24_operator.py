@@ -30,6 +30,7 @@ from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import SMALLEST, STEPS, Slide
 from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.cpu import machine
+from sparsepack.runtime.operator_library import define
 from sparsepack.runtime.reference import products as reference
 from sparsepack.runtime.reference.products import Sparse24Matrix
 
@@ -229,38 +230,10 @@ def _unpack(
     return matrix, bias, prepared
 
 
-def _keep_sizes(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, *_, prepared, _, _ = inputs
-    ctx.columns, ctx.prepared = x.shape[-1], len(prepared)
-
-
-def _gradient(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
-    """Asks for the gradient of x alone."""
-    # An operation, since compilers trace the gradients of models that will never ask for them.
-    of_x = torch.ops.sparsepack.slid_linear_gradient(gradient, ctx.columns)
-    return of_x, None, None, None, None, [None] * ctx.prepared, None, None
-
-
-def _refuse(gradient: Tensor, columns: int) -> Tensor:
-    raise UserError("slid weights have no gradients; train the model before it is packed (sparsepack distil)")
-
-
-def _gradient_shape_alone(gradient: Tensor, columns: int) -> Tensor:
-    return gradient.new_empty(*gradient.shape[:-1], columns)
-
-
-_Library: Any = torch.library.Library
-_library = _Library("sparsepack", "DEF")  # torch.library.custom_op would take longer for every call
-_library.define(
+define(
     "slid_linear(Tensor x, Tensor values, Tensor positions, Tensor? scale, Tensor? bias, Tensor[] prepared, int keep, "
-    "int of) -> Tensor"
+    "int of) -> Tensor",
+    lambda x, *weights: _off_gpu(x, *_unpack(x, *weights)),
+    _shape_alone,
+    _on_gpu,
 )
-_library.define("slid_linear_gradient(Tensor gradient, int columns) -> Tensor")
-_library.impl(  # CPUs, and all that have none of their own
-    "slid_linear", lambda x, *weights: _off_gpu(x, *_unpack(x, *weights)), "CompositeExplicitAutograd"
-)
-_library.impl("slid_linear", _on_gpu, "CUDA")
-_library.impl("slid_linear_gradient", _refuse, "CompositeExplicitAutograd")
-torch.library.register_fake("sparsepack::slid_linear", _shape_alone, lib=_library)
-torch.library.register_fake("sparsepack::slid_linear_gradient", _gradient_shape_alone, lib=_library)
-torch.library.register_autograd("sparsepack::slid_linear", _gradient, setup_context=_keep_sizes, lib=_library)

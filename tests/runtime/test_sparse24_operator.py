@@ -15,8 +15,8 @@ import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
 from sparsepack.errors import UserError
 from sparsepack.formats.orders.slide import Slide, encode, quantise_rows
-from sparsepack.integration.transformers import quantizer as module
-from sparsepack.integration.transformers.quantizer import Sparse24Linear
+from sparsepack.integration.transformers import linears as module
+from sparsepack.integration.transformers.linears import Sparse24Linear
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.packing import PackRequest, pack
 from sparsepack.runtime import sparse24_operator

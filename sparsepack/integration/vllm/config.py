@@ -26,7 +26,7 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
 
 
 class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of a slid folder, as `integration.transformers.quantizer.Sparse24Config` describes it.
+    """`quantization_config` of a slid folder, as `integration.transformers.quantizer.FolderConfig` describes it.
 
     Raises `ArtifactError` for a format that is unknown, or patterns that mean nothing.
     """

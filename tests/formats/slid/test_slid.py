@@ -335,10 +335,10 @@ def test_a_configuration_that_no_model_can_have_is_refused_with_sparse_attention
 
 @pytest.mark.parametrize("format", [{}, [], 3, None], ids=str)
 def test_a_format_that_is_no_name_is_refused(format: Any) -> None:
-    from sparsepack.integration.transformers.quantizer import Sparse24Config
+    from sparsepack.integration.transformers.quantizer import FolderConfig
 
     with pytest.raises(ArtifactError, match="expected one of slide"):
-        Sparse24Config(format, {})
+        FolderConfig(format)
 
 
 def test_attention_of_other_heads_than_the_folders_is_found(slid: dict[str, Path], tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode, pack_positions
-from sparsepack.integration.transformers.quantizer import Sparse24Linear
+from sparsepack.integration.transformers.linears import Sparse24Linear
 from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.cuda.slide import cusparselt, hopper
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from sparsepack.errors import PackingError, UserError
 from sparsepack.formats.orders.slide import Slide, encode
-from sparsepack.integration.transformers.quantizer import Sparse24Linear
+from sparsepack.integration.transformers.linears import Sparse24Linear
 from sparsepack.models.pattern import Pattern, kept
 from sparsepack.runtime.cuda.slide import hopper, product
 from sparsepack.runtime.cuda.slide.product import quantise_slide
