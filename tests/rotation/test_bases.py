@@ -25,7 +25,8 @@ def test_the_table_has_the_names_of_the_option_and_formats_that_exist() -> None:
     assert tuple(ROTATIONS) == BASES
     suited = {name: basis.formats for name, basis in ROTATIONS.items()}
     assert all(set(names) <= set(FORMATS) for names in suited.values())
-    assert suited["pca"] == ("zigzag-q4_k", "zigzag-q6_k", "zigzag-q8_0", "zigzag-q6_p", "neuron-q4_k")
+    zigzag = ("zigzag-q4_k", "zigzag-q6_k", "zigzag-q8_0", "zigzag-q6_p")
+    assert suited["pca"] == (*zigzag, "neuron-q4_k", "planes-q6_p")
     assert suited["hadamard"] == ("slide-int8", "slide-fp8")
 
 
