@@ -386,6 +386,7 @@ const Kernels scalar_kernels = {
     collect_levels,
     zigzag_gemv,
     zigzag_matmul,
+    {1, 1, 0},
     neuron_input,
     neuron_ffn,
     neuron_matmul,

@@ -56,6 +56,12 @@ struct MatmulWork {
     const uint8_t* own_levels = nullptr;
 };
 
+// How `zigzag_matmul` takes many positions: so many at a time, of which the last `step` take as long as whole ones, after
+// unpacking weights for as long as `unpacking` positions take.
+struct MatmulPanel {
+    int32_t positions, step, unpacking;
+};
+
 // Attention of consecutive positions, for the query heads that share one key head. Query position p (0 ... positions -
 // 1) is `position + p` in the text and sees the positions up to its own, with a window at most that many; or, alone,
 // those that are listed.
@@ -144,6 +150,7 @@ struct Kernels {
 
     // Y = X W^T for several positions, MATMUL_TILE columns at a time.
     void (*zigzag_matmul)(const MatmulWork* work);
+    MatmulPanel panel;
 
     // Makes of x [bands * 256] the input that neuron_ffn reads, which has neuron_input_bytes(bands) bytes.
     void (*neuron_input)(const float* x, int32_t bands, uint8_t* input);

@@ -10,8 +10,8 @@ namespace {
 constexpr int32_t ITEMS_PER_THREAD = 3, PLANE_ITEMS_PER_THREAD = 2, MANY_THREADS = 8, ITEMS_OF_MANY_THREADS = 4;
 // A shorter slice would spend its time beginning.
 constexpr int32_t TILES_PER_SLICE = 2, NEURONS_PER_SLICE = 32;
-// Each group of positions decodes the weights anew.
-constexpr int32_t LEAST_GROUP = 64;
+// Of fewer positions, another kernel may be the faster one, and gives other bits.
+constexpr int32_t LEAST_GROUP = 32;
 constexpr int32_t GATES_PER_ITEM = 64;
 constexpr int64_t ROWS_PER_ITEM = 512, ROW_ITEMS_PER_THREAD = 8, ROWS_PER_SUM = 1024;
 
@@ -51,6 +51,24 @@ int32_t items_wanted(const Zigzag& m, int32_t threads) {
 int32_t row_ranges(const Zigzag& m, int32_t threads, int32_t together) {
     bool few = m.block == Q6_P && threads > 1 && spans(&m) * together < items_wanted(m, threads);
     return few ? quads(&m) : spans(&m);
+}
+
+// Positions of a work item: with these the thread that has most ends first, when all are as fast. Each item unpacks the
+// weights of a quad anew. Of equals, enough items for threads that are held up.
+int32_t group_size(const MatmulPanel& panel, int32_t quads, int32_t positions, int32_t threads) {
+    int32_t best = positions;
+    int64_t least = INT64_MAX, items = 0;
+    for (int32_t groups = 1; groups == 1 || positions / groups >= LEAST_GROUP; ++groups) {
+        int32_t size = groups == 1 ? positions : ((positions + groups - 1) / groups + 15) & ~15;
+        int32_t count = (positions + size - 1) / size, steps = (size + panel.step - 1) / panel.step;
+        if (count > 1 && positions - (count - 1) * size < LEAST_GROUP) continue;
+        int64_t unpacking = int64_t(size + panel.positions - 1) / panel.positions * panel.unpacking;
+        int64_t rounds = (int64_t(quads) * count + threads - 1) / threads;
+        int64_t time = rounds * (steps * panel.step + unpacking);
+        if (time > least || (time == least && items >= ITEMS_PER_THREAD * threads)) continue;
+        best = size, least = time, items = int64_t(quads) * count;
+    }
+    return best;
 }
 
 }  // namespace
@@ -115,10 +133,8 @@ void share_gemv(const Kernels& kernels, Pool& pool, const Zigzag& m, const float
 
 void share_matmul(const Kernels& kernels, Pool& pool, const Zigzag& m, const float* x, int32_t positions, float* y,
                   const uint8_t* levels) {
-    int32_t groups = (ITEMS_PER_THREAD * pool.threads() + quads(&m) - 1) / quads(&m);
-    groups = std::max(1, std::min(groups, positions / LEAST_GROUP));
-    int32_t size = ((positions + groups - 1) / groups + 15) & ~15;
-    groups = (positions + size - 1) / size;
+    const int32_t size = group_size(kernels.panel, quads(&m), positions, pool.threads());
+    const int32_t groups = (positions + size - 1) / size;
     const LevelEnds whole = {};
     pool.share(quads(&m) * groups, [&](int number, int) {
         int64_t first = int64_t(number % groups) * size;
