@@ -7,6 +7,7 @@ Each thread has one such buffer. Other memory would go through the driver's own,
 memory taken anew for each tensor costs more in page faults than the copy into it.
 """
 
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from functools import reduce
@@ -22,6 +23,21 @@ CUDA_AT_ONCE = 4
 """This many threads keep up with the device, and this many matrices fit into its memory."""
 
 _own = threading.local()
+
+
+class Workspace(threading.local):
+    """Memory of each thread for one matrix in float32 at a time. What the system gives anew for every matrix costs page
+    faults, for which the threads of a process wait for each other."""
+
+    _floats: Tensor | None = None
+
+    def floats(self, *shape: int) -> Tensor:
+        """A tensor on the CPU, valid until the next one is taken."""
+        count = math.prod(shape)
+        if self._floats is None or self._floats.numel() < count:
+            self._floats = None  # before the larger one is taken
+            self._floats = torch.empty(count)
+        return self._floats[:count].view(shape)
 
 
 def tensors_at_once(device: str, most: int = CUDA_AT_ONCE) -> int:

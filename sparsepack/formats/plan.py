@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sparsepack.errors import PackingError
+from sparsepack.files.transfer import Workspace
 from sparsepack.formats.blocks.table import stored_bytes
 from sparsepack.formats.kinds import GATE_ORDERS
 from sparsepack.models.activity import NeuronCounts
@@ -63,6 +64,7 @@ class PlanRequest:
     encoded        -- matrices that were encoded before, by the names of the artifact's tensors
     notes          -- what the user is told beside the format's own
     device         -- where the encoders run
+    workspace      -- their memory on the CPU
     """
 
     rules: Rules = field(default_factory=dict)
@@ -77,6 +79,7 @@ class PlanRequest:
     encoded: Encoded = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     device: str = "cpu"
+    workspace: Workspace = field(default_factory=Workspace, compare=False, repr=False)
 
 
 @dataclass(frozen=True)

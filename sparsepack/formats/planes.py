@@ -259,7 +259,7 @@ def _groups(
         if next(iter(rows)) in request.encoded:
             weights = {part: give() for name in rows for part, give in _of(request, name)}
         else:
-            blocks, tail, scales = rounded_site(checkpoint, layer, site, BLOCK, request.device)
+            blocks, tail, scales = rounded_site(checkpoint, layer, site, BLOCK, request)
             assert scales is not None
             weights = _apart(planes.from_zigzag(blocks, tail, len(scales)), scales, rows)
         return [part for name in rows for part in (weights[name], weights[name + SCALE], *rule)]

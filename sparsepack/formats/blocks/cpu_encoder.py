@@ -11,8 +11,9 @@ from sparsepack.formats.blocks.superblock import BLOCK
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.runtime.cpu.machine import instruction_set, native
 
-_CONVERTED_AT_ONCE = 1 << 24
-"""So many weights of another type than float32 are converted at a time."""
+_CONVERTED_AT_ONCE = 1 << 22
+"""So many weights of another type than float32 are converted at a time: in memory that the allocator does not give back
+to the system after each time."""
 
 _DECODED = ("Q4_K", "Q6_P")
 """What error feedback encodes, whose outputs are then measured."""

@@ -281,7 +281,7 @@ def planned_site(
 
     def weight() -> Sequence[Tensor]:
         if experts is None:
-            blocks, tail, scales = rounded_site(checkpoint, layer, site, block, device, row_scales)
+            blocks, tail, scales = rounded_site(checkpoint, layer, site, block, request, row_scales)
             tensors = stored_tensors(name, blocks, tail).values()
             return [*tensors, *([] if scales is None else [scales.view(torch.uint8)])]
         size = zigzag.superblock_bytes(block)
@@ -311,14 +311,14 @@ def planned_site(
 
 
 def rounded_site(
-    checkpoint: Checkpoint, layer: int, site: str, block: str, device: str, row_scales: bool = True
+    checkpoint: Checkpoint, layer: int, site: str, block: str, request: PlanRequest, row_scales: bool = True
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """A site's matrix in zigzag order, each weight rounded by itself: its bands, its tail and the scales of its rows,
     float32 [rows]."""
-    if torch.device(device).type == "cpu":
-        stacked = checkpoint.stacked_floats(layer, site)
+    if torch.device(request.device).type == "cpu":
+        stacked = checkpoint.stacked_floats(layer, site, request.workspace)
     else:
-        stacked = stacked_on(device, checkpoint.projections(layer, site))
+        stacked = stacked_on(request.device, checkpoint.projections(layer, site))
     scales = zigzag.row_scales(stacked) if row_scales else None
     return *zigzag.pack_with_tail(stacked, block, scales), scales
 

@@ -20,6 +20,7 @@ import torch
 from sparsepack.errors import CheckpointError, PackingError
 from sparsepack.files.gguf import GgufFile, read_split_gguf
 from sparsepack.files.stored import Stored, shown, validate
+from sparsepack.files.transfer import Workspace
 from sparsepack.models.architecture import Architecture
 from sparsepack.models.architecture_checks import check_numbers
 from sparsepack.models.blocks import ExpertNumbers
@@ -168,13 +169,11 @@ class Checkpoint:
         """The matrix of a site, its projections' rows stacked: weight [rows, columns], bias [rows] or None."""
         return torch.cat(self.projections(layer, site)), self.stacked_bias(layer, site)
 
-    def stacked_floats(self, layer: int, site: str) -> torch.Tensor:
-        """The matrix of a site that is no mixture's in float32, [rows, columns]; beside it one projection is in
-        memory."""
+    def stacked_floats(self, layer: int, site: str, workspace: Workspace) -> torch.Tensor:
+        """The matrix of a site that is no mixture's in float32, [rows, columns], in the memory of a workspace. One more
+        projection is in memory meanwhile."""
         names = self.weight_names(layer, site)
-        if len(names) == 1:
-            return self.tensor(names[0]).flatten(0, -2).float()
-        stacked = torch.empty(self.stacked_shape(site, layer))
+        stacked = workspace.floats(*self.stacked_shape(site, layer))
         parts = torch.split(stacked, [math.prod(self.source.shapes[name][:-1]) for name in names])
         for name, part in zip(names, parts, strict=True):
             part.copy_(self.tensor(name).flatten(0, -2))
