@@ -75,6 +75,8 @@ class Answers:
             "skipped": made.skipped.overall if made.skipped else None,
             "skipped_of_sparse_sites": made.skipped.of_sparse_sites if made.skipped else None,
             "bits_read": bits and made.skipped and bits * (1 - made.skipped.overall),
+            "drafted": made.drafted,
+            "accepted": made.accepted,
             "runtime": self._engine.description,
             "dense": self._engine.dense,
         }
@@ -116,6 +118,7 @@ def summary(made: Generated, engine: Engine) -> str:
     before = made.prompt_tokens - made.prefilled
     prompt = f"{made.prompt_tokens} of the prompt{f', {before} of them from before,' if before else ''}"
     speed = f" ({made.tokens_per_second:.1f} tokens/s)" if made.tokens_per_second else ""
+    drafted = f"; {made.accepted} of {made.drafted} drafted tokens accepted" if made.drafted else ""
     skipped = ""
     if made.skipped is not None:
         packed = engine.packed
@@ -123,7 +126,7 @@ def summary(made: Generated, engine: Engine) -> str:
         skipped += " of each of the blocks' weights" if packed.plane_bits else " of the blocks' weights skipped"
     return (
         f"{len(made.tokens)} tokens in {made.decode_seconds:.2f} s{speed} after {prompt} in "
-        f"{made.prefill_seconds:.2f} s; {_ENDED[made.reason].format(made.stop)}{skipped}"
+        f"{made.prefill_seconds:.2f} s; {_ENDED[made.reason].format(made.stop)}{skipped}{drafted}"
     )
 
 

@@ -124,6 +124,7 @@ class Backend:
     budgets     -- whether what has no room in a device's memory can lie in the host's
     gate_copies -- whether copies of gates can take the place of those that have no room in a device's memory
     scales_thresholds -- whether it can keep the skipped share at the target (`--hold`)
+    steps_positions -- of one sequence, that a step computes at most (`decoder.PositionsDecoder`)
     scores_rows -- whether the given tokens of several sequences are computed together (`decoder.RowsDecoder`)
     selects     -- whether decoded tokens of models with sparse attention read a part of the cached ones
     pads_tails  -- whether it lays out tails of matrices as whole bands, and reads them so
@@ -147,6 +148,7 @@ class Backend:
     budgets: bool = False
     gate_copies: bool = False
     scales_thresholds: bool = False
+    steps_positions: int = 1
     scores_rows: bool = False
     selects: bool = True
     pads_tails: bool = False
@@ -201,6 +203,7 @@ BACKENDS: Mapping[str, Backend] = MappingProxyType(
                 mlps=(DENSE, NEURONS, PLAIN_NEURONS, EXPERTS),
                 blocks=ZIGZAG_BLOCKS,
                 scales_thresholds=True,
+                steps_positions=8,
                 scores_rows=True,
                 traits=frozenset(TRAITS),
             ),

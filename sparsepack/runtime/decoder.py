@@ -139,6 +139,14 @@ class RowsDecoder(Decoder, Protocol):
         float32 [N, vocabulary]. Not where thresholds are controlled, which follow from the token before."""
 
 
+class PositionsDecoder(Decoder, Protocol):
+    """A decoder of a backend whose row `steps_positions`."""
+
+    def step_positions(self, sequence: int, ids: Sequence[int], sparse: bool) -> Tensor:
+        """Append tokens to a sequence in one step, each of which skips what it would skip in a step of its own. Returns
+        the logits after each: float32 [tokens, vocabulary]."""
+
+
 class LongTextDecoder(Decoder, Protocol):
     """A decoder of a backend that computes `traits.LONG_TEXTS`."""
 

@@ -20,6 +20,7 @@ from sparsepack.runtime.decoder import (
     Decoder,
     GivenTokens,
     LongTextRope,
+    PositionsDecoder,
     RowsDecoder,
     choose_backend,
     kept_latents,
@@ -353,6 +354,47 @@ class Engine:
         chosen = self._decoder.decode_next(ids, not self.dense, samplers)
         self._appended(ids)
         return chosen
+
+    @property
+    def positions_unsupported(self) -> str:
+        """Why a step cannot compute several positions of a sequence as steps of one would; empty: it can."""
+        packed, a = self.packed, self.architecture
+        sparse = bool(packed.rules) and not self.dense
+        if find_backend(self.backend).steps_positions == 1:
+            return f"the {self.backend} backend computes one position of a text at a time"
+        if a.state_layers:
+            return "the model keeps a state, which cannot go back"
+        if a.latent is not None:
+            return "the model attends by latents"
+        if a.long_texts is not None and self.context > a.long_texts.tokens:
+            return "what the model's positions turn by follows from the length of the text"
+        if self._controller is not None and sparse:
+            return "thresholds that are held follow from the token before"
+        if packed.plane_bits is not None and sparse:
+            return "each position would read the bits that another one needs; with --dense it can"
+        if a.experts is not None and sparse:
+            return "the experts of each position skip columns of their own; with --dense it can"
+        return ""
+
+    @torch.no_grad()
+    def step_positions(self, ids: Sequence[int], sequence: int = 0) -> Tensor:
+        """Append tokens to one sequence in one step, each of which skips the columns that it would skip in a step of
+        its own; a column that any of them needs is read once. Returns the logits after each: float32 [tokens,
+        vocabulary].
+
+        It counts as one step. Raises `UserError` where `positions_unsupported` says why, for more tokens than the
+        backend takes, and as `step_all`.
+        """
+        self._check_sequence(sequence)
+        most = find_backend(self.backend).steps_positions
+        if reason := self.positions_unsupported:
+            raise UserError(f"a step of several positions: {reason}")
+        if not 1 <= len(ids) <= most:
+            raise UserError(f"a step of {len(ids)} positions: expected 1 to {most}")
+        self._checked(ids, self.positions[sequence])
+        logits = cast(PositionsDecoder, self._decoder).step_positions(sequence, ids, not self.dense)
+        self._ids[sequence] += ids
+        return logits
 
     @torch.no_grad()
     def teacher_forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:

@@ -198,6 +198,14 @@ class GenerateOptions:
         least=-100,
         most=100,
     )
+    prompt_lookup: int = option(
+        "Draft up to so many tokens that followed where the last ones stood in the text before, and compute them in "
+        "one step: faster where the text repeats itself, and the same text up to rounding. For one text on the CPU; "
+        "0 drafts none.",
+        default=0,
+        least=0,
+        most=7,
+    )
     stop: tuple[str, ...] = option("Text that ends what is generated, and is not part of it.", default=())
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
@@ -214,6 +222,7 @@ GENERATE_NAMES: Mapping[str, str] = {
     "max_new_tokens": "tokens",  # transformers
     "n_predict": "tokens",  # llama.cpp
     "num_predict": "tokens",  # Ollama
+    "prompt_lookup_num_tokens": "prompt_lookup",  # transformers
     "stop_strings": "stop",  # transformers
     "stop_sequences": "stop",  # Anthropic
     "repetition_penalty": "repeat_penalty",  # transformers, vLLM

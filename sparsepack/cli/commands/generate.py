@@ -60,7 +60,7 @@ _CHAT = (only_with("chat"),)
     from_options(GenerateOptions, "-n", "--tokens"),
     options_from(GenerateOptions, "--stop", "--temperature", "--top-k", "--top-p", "--min-p"),
     options_from(GenerateOptions, "--repeat-penalty", "--repeat-last-n", "--frequency-penalty", "--presence-penalty"),
-    from_options(GenerateOptions, "--seed"),
+    options_from(GenerateOptions, "--seed", "--prompt-lookup"),
 )
 @for_texts
 @slots

@@ -140,6 +140,11 @@ class NativeDecoder:
         self.native.step([*moving], [*moving.values()], sparse, logits.numpy())
         return among_all(logits, moving, len(ids))
 
+    def step_positions(self, sequence: int, ids: Sequence[int], sparse: bool) -> Tensor:
+        logits = torch.empty(len(ids), self._vocabulary)
+        self.native.step([sequence] * len(ids), [*ids], sparse, logits.numpy())
+        return logits
+
     def decode_next(
         self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
     ) -> list[int | None]:

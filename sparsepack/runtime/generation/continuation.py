@@ -142,6 +142,11 @@ class Continuation:
         """What was told."""
         return "".join(self._sent)
 
+    @property
+    def left(self) -> int:
+        """How many tokens may still be made."""
+        return min(self._most, self._room) - len(self.tokens)
+
     def take(self, id: int) -> str:
         """Add the token that the sampler chose. Returns the text that is certain now; where the token was the last,
         `reason` is there and so is the text that was held back. Raises `UserError` where the choice failed."""

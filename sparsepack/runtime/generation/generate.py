@@ -18,6 +18,7 @@ from sparsepack.option import default_of, idle, options_of
 from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import Continuation, StopText, sampling_of
 from sparsepack.runtime.generation.sampling import Sampler
+from sparsepack.runtime.generation.speculation import PromptLookup, StepCosts, decode_drafts
 from sparsepack.runtime.options import GREEDY, GenerateOptions
 
 _DECLARED = options_of(GenerateOptions)
@@ -73,6 +74,7 @@ class Generated:
     prompt_tokens -- of the prompt; prefilled -- how many of them were not in the cache yet
     decoded       -- steps after the prefill, each of one token; with several texts together, of all of them
     skipped       -- what the steps skipped; None without one, and where a newer generation has the engine
+    drafted, accepted -- tokens that prompt look-up drafted, and those of them that the model chose
     """
 
     text: str
@@ -85,6 +87,8 @@ class Generated:
     decoded: int
     decode_seconds: float
     skipped: Skipped | None
+    drafted: int = 0
+    accepted: int = 0
 
     def __repr__(self) -> str:
         speed = "" if self.tokens_per_second is None else f", {self.tokens_per_second:.1f} tokens/s"
@@ -125,6 +129,9 @@ class Generation(Iterator[str]):
         self._since: Counts | None = None  # what the engine had counted when this began
         self._chosen: Sequence[int | None] = ()
         self._pieces: deque[str] = deque()
+        self._costs = StepCosts()
+        self._lookup = _new_lookup(engine, prompts, options, self._costs)
+        self._drafted = self._accepted = 0
         self._closed = False
         with engine.lock:
             engine.claim()
@@ -172,6 +179,8 @@ class Generation(Iterator[str]):
                 decoded=self._decoded,
                 decode_seconds=self._decode_seconds,
                 skipped=self._skipped,
+                drafted=self._drafted,
+                accepted=self._accepted,
             )
             for text, prefilled in zip(self._texts, self._prefilled, strict=True)
         ]
@@ -188,6 +197,9 @@ class Generation(Iterator[str]):
             self._begin()
         elif not self._engine.owned_by(self):
             self._closed = True
+            return
+        if self._chosen and self._lookup and (drafts := self._drafts(self._lookup)):
+            self._step_drafts(drafts)
             return
         self._chosen = self._step(going) if self._chosen else self._first()
         for n in going:
@@ -220,9 +232,51 @@ class Generation(Iterator[str]):
         for n in going:
             ids[n], samplers[n] = self._chosen[n], self._texts[n].sampler
         chosen = self._engine.decode_all(ids, samplers)
-        self._decode_seconds += time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        self._costs.add(1, seconds)
+        self._decode_seconds += seconds
         self._decoded += len(going)
         return chosen
+
+    def _drafts(self, lookup: PromptLookup) -> list[int]:
+        """What is expected after the token that was chosen, as far as there is room for it."""
+        (text,), began = self._texts, time.perf_counter()
+        room = min(text.left, self._engine.context - self._engine.position) - 1
+        drafts = lookup.drafts(text.tokens, room)
+        self._decode_seconds += time.perf_counter() - began
+        return drafts
+
+    def _step_drafts(self, drafts: Sequence[int]) -> None:
+        """Append the token that was chosen and what of the drafts is chosen after it."""
+        (text,), began = self._texts, time.perf_counter()
+        before, beside = len(text.tokens), 0.0
+
+        def take(id: int) -> bool:
+            nonlocal beside
+            at = time.perf_counter()
+            self._chosen = [id]
+            if piece := text.take(id):
+                self._pieces.append(piece)
+            beside += time.perf_counter() - at
+            return not text.reason
+
+        self._drafted += len(drafts)
+        self._accepted += decode_drafts(self._engine, _there(self._chosen[0]), drafts, text.sampler, take, self._costs)
+        self._decode_seconds += time.perf_counter() - began - beside
+        self._decoded += len(text.tokens) - before + (text.reason == "eos")
+
+
+def _new_lookup(
+    engine: Engine, prompts: Sequence[Sequence[int]], options: GenerateOptions, costs: StepCosts
+) -> PromptLookup | None:
+    """What drafts, where the options have it. Raises `UserError` where it cannot be."""
+    if not options.prompt_lookup:
+        return None
+    if len(engine.positions) > 1 or len(prompts) > 1:
+        raise UserError("prompt-lookup: texts that are decoded together fill a step already; give one prompt alone")
+    if reason := engine.positions_unsupported:
+        raise UserError(f"prompt-lookup: {reason}; leave it out")
+    return PromptLookup(prompts[0], options.prompt_lookup, costs)
 
 
 def _there(id: int | None) -> int:

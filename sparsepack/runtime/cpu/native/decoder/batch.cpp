@@ -1,5 +1,6 @@
-// A token of each of several sequences: the phases of step.cpp, with as many rows as there are sequences. What lies between two
-// products is shared out by sequences or by columns, and the weights are read once for all of them.
+// A token of each of several sequences, or several positions of one: the phases of step.cpp, with as many rows. What lies between
+// two products is shared out by rows or by columns, and the weights are read once for all of them. Sequences multiply the columns
+// that are active in any of them; of positions of one text each has its own alone, as if it were stepped.
 #include <string.h>
 
 #include <algorithm>
@@ -137,6 +138,11 @@ Active Decoder::select_batch(const Site& at, float* x, int32_t batch, int thread
         const float* threshold = thresholds(at, first, n, t, thread);
         int32_t found = k_.collect(of_range, offset, threshold, per_channel, n, 0, of_range, own.indices.data());
         for (int32_t i = 0; i < found; ++i) in_any[own.indices.data()[i]] = 1;
+        for (int32_t i = 0, from = 0; i <= found && one_text_; ++i) {
+            const int32_t to = i < found ? own.indices.data()[i] : n;
+            memset(of_range + from, 0, (to - from) * sizeof(float));
+            from = to + 1;
+        }
         count_skipped(at, n - found, t, thread);
     }
     int32_t* listed = list(columns, thread);
@@ -195,13 +201,19 @@ void Decoder::attend_batch(const Sums& qkv, int layer, int32_t batch, bool spars
     }
     int32_t at = -1;  // the sequence whose heads this thread has normed
     const AttentionShape& a = heads(layer);
-    pool_.share(batch * a.kv_heads, [&](int item, int) {
-        int32_t index = item / a.kv_heads;
+    auto attend_head = [&](int32_t index, int32_t kv_head) {
         if (index != at) norm_heads(sums_of(qkv, index), layer, thread);
         at = index;
         float* y = wide_inner_.data() + int64_t(index) * a.q_rows();
-        attend(sums_of(qkv, index), *batch_caches_[index], layer, item % a.kv_heads, sparse, y, thread);
-    });
+        attend(sums_of(qkv, index), *batch_caches_[index], positions_[index], layer, kv_head, sparse, y, thread);
+    };
+    // A position sees those of its text before it, whose keys the same thread has appended.
+    if (one_text_)
+        pool_.share(a.kv_heads, [&](int kv_head, int) {
+            for (int32_t index = 0; index < batch; ++index) attend_head(index, kv_head);
+        });
+    else
+        pool_.share(batch * a.kv_heads, [&](int item, int) { attend_head(item / a.kv_heads, item % a.kv_heads); });
 }
 
 // From the products of mlp_in to the inputs of mlp_mid in `wide_inner_`; each thread does a range of the columns.

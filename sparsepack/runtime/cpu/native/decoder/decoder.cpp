@@ -278,7 +278,7 @@ Decoder::Decoder(Model model, const Kernels& kernels, int threads)
     }
     int64_t per_layer = model_.per_layer ? int64_t(model_.per_layer->norm.size()) : 0;
     int64_t columns = std::max<int64_t>({s_.hidden, s_.intermediate, inner, latents, per_layer});
-    int64_t batch = int64_t(model_.caches.size()), experts = 0, used = 1;
+    int64_t batch = std::max<int64_t>(int64_t(model_.caches.size()), MOST_POSITIONS), experts = 0, used = 1;
     bool sub_norms = false;
     for (const Layer& layer : model_.layers) {
         sub_norms |= !layer.attn_sub_norm.empty() || !layer.mlp_sub_norm.empty();

@@ -170,6 +170,9 @@ struct Model {
     std::vector<std::shared_ptr<const void>> owners;  // of what the pointers above point to
 };
 
+// Positions of one sequence that a step takes at most: few.inc multiplies so many together.
+constexpr int32_t MOST_POSITIONS = 8;
+
 class Decoder {
 public:
     // Throws std::invalid_argument where sizes do not fit together.
@@ -198,8 +201,10 @@ public:
     // Lets a sequence have the states of another. Throws std::out_of_range for an unknown sequence.
     void copy_states(int32_t source, int32_t to);
 
-    // Appends a token to each of `count` sequences, in ascending order; the others stand still. logits: [count][vocabulary].
-    // Throws std::out_of_range for an unknown id or sequence, or a full context, and then nothing has changed.
+    // Appends a token to each of `count` sequences, in ascending order; the others stand still. Or `count` tokens to one, whose
+    // number stands there as often: each skips what it would skip alone. logits: [count][vocabulary].
+    // Throws std::out_of_range for an unknown id or sequence, too many positions, or a full context, std::invalid_argument for
+    // positions of a text that follow from one another, and then nothing has changed.
     void step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits);
 
     // Appends tokens to a sequence, dense. logits: [count][vocabulary] if `all`, else [vocabulary], after the last.
@@ -310,7 +315,9 @@ private:
     void mix_mamba(const Sums* sums, int layer, const int32_t* sequences, int32_t batch, int32_t positions, float* rows,
                    float* y, int thread);
     void norm_heads(const Sums& qkv, int layer, int thread);
-    void attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread);
+    void attend(const Sums& qkv, KvCache& cache, int64_t position, int layer, int32_t kv_head, bool sparse, float* y,
+                int thread);
+    void check_one_text(bool sparse) const;
     int32_t border(int64_t columns, int thread) const;
     int32_t* list(int64_t columns, int thread) const;
     int32_t gather(int64_t columns, int32_t count, int thread);
@@ -423,6 +430,8 @@ private:
     Buffer<int32_t> counts_;              // of those, one cache line per thread
     std::vector<KvCache*> batch_caches_;  // that a step of several appends to
     std::vector<int32_t> moving_;         // the sequences that these are
+    std::vector<int64_t> positions_;      // of the tokens
+    bool one_text_ = false;               // these are positions of one sequence
     Buffer<uint8_t> active_in_any_;       // of these, by column; the highest level
     std::vector<Scratch> scratch_;
     Buffer<float> routed_;          // logits of the router, [positions][its rows]

@@ -13,11 +13,18 @@ namespace sparsepack {
 void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, bool sparse, float* logits) {
     batch_caches_.clear();
     moving_.assign(sequences, sequences + count);
+    positions_.clear();
+    one_text_ = count > 1 && sequences[0] == sequences[count - 1];
+    if (one_text_ && count > MOST_POSITIONS) throw std::out_of_range("more positions than a step takes");
     for (int32_t i = 0; i < count; ++i) {
-        if (i && sequences[i] <= sequences[i - 1]) throw std::out_of_range("sequences not in ascending order");
-        batch_caches_.push_back(&checked(sequences[i], ids + i, 1));
+        const int32_t before = one_text_ ? i : 0;
+        if (i && (one_text_ ? sequences[i] != sequences[0] : sequences[i] <= sequences[i - 1]))
+            throw std::out_of_range("sequences not in ascending order");
+        batch_caches_.push_back(&checked(sequences[i], ids + i - before, before + 1));
+        positions_.push_back(batch_caches_[i]->length() + before);
     }
     if (!count) return;
+    if (one_text_) check_one_text(sparse);
     for (int32_t i = 0; i < count; ++i) states_[sequences[i]].begin(batch_caches_[i]->length());
     for (int32_t i = 0; i < count; ++i) states_[sequences[i]].tokens = -1;
     if (count == 1) {
@@ -35,6 +42,18 @@ void Decoder::step(const int32_t* sequences, const int64_t* ids, int32_t count, 
         states_[sequences[i]].tokens = batch_caches_[i]->length();
     }
     ++stepped_;
+}
+
+// Throws std::invalid_argument where positions of a text cannot be computed beside each other as steps compute them.
+void Decoder::check_one_text(bool sparse) const {
+    if (sparse && scales_thresholds())
+        throw std::invalid_argument("thresholds follow from the token before: expected steps");
+    for (const Layer& layer : model_.layers) {
+        if (layer.keeps_state() || layer.latent) throw std::invalid_argument("a state or latents: expected steps");
+        for (const Site& site : layer.sites)
+            if (sparse && site.matrix && (site.has_levels() || (layer.experts && !site.threshold.empty())))
+                throw std::invalid_argument("levels, or columns of experts: expected steps");
+    }
 }
 
 // A thread's work on a phase ends, and what it does next is of another.
@@ -97,7 +116,7 @@ Decoder::Sums Decoder::mixer(int number, float* normed, bool sparse, int thread)
     } else {
         norm_heads(sums(input), number, thread);
         pool_.share(heads(number).kv_heads, [&](int kv_head, int) {
-            attend(sums(input), *cache_, number, kv_head, sparse, attn_output_.data(), thread);
+            attend(sums(input), *cache_, cache_->length(), number, kv_head, sparse, attn_output_.data(), thread);
         });
     }
     meet(ATTENTION, thread);
@@ -262,7 +281,8 @@ void Decoder::norm_heads(const Sums& qkv, int layer, int thread) {
 }
 
 // The query heads of one key head: from a sequence's product of attn_in to their part of y [q_rows], `norm_heads` before.
-void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head, bool sparse, float* y, int thread) {
+void Decoder::attend(const Sums& qkv, KvCache& cache, int64_t position, int layer, int32_t kv_head, bool sparse,
+                     float* y, int thread) {
     Scratch& own = scratch_[thread];
     const AttentionShape& a = heads(layer);
     int32_t width = a.head_dim, grouped = a.gqa_ratio() * width;
@@ -283,9 +303,9 @@ void Decoder::attend(const Sums& qkv, KvCache& cache, int layer, int32_t kv_head
         memcpy(k, own.rows.data() + a.q_rows() + int64_t(kv_head) * width, width * sizeof(float));
     }
     if (!a.shared) read(qkv, q_rows + (of.k_eq_v ? 0 : a.kv_rows()) + int64_t(kv_head) * width, width, v);
-    cache.append(of.kept, kv_head, cache.length(), q, k, v);
+    cache.append(of.kept, kv_head, position, q, k, v);
     y += int64_t(kv_head) * grouped;
-    cache.attend(of.kept, kv_head, cache.length(), {q, y, grouped, grouped, 1, own.attention.data(), sparse});
+    cache.attend(of.kept, kv_head, position, {q, y, grouped, grouped, 1, own.attention.data(), sparse});
     if (of.gated) gate_heads(both + width, 2 * width, a.gqa_ratio(), width, y);
 }
 
