@@ -146,6 +146,9 @@ class PositionsDecoder(Decoder, Protocol):
         """Append tokens to a sequence in one step, each of which skips what it would skip in a step of its own. Returns
         the logits after each: float32 [tokens, vocabulary]."""
 
+    def choose(self, logits: Tensor, sampler: Sampler) -> int:
+        """What a sampler that does not choose on the host chooses from a row of them."""
+
 
 class LongTextDecoder(Decoder, Protocol):
     """A decoder of a backend that computes `traits.LONG_TEXTS`."""

@@ -396,6 +396,12 @@ class Engine:
         self._ids[sequence] += ids
         return logits
 
+    def choose(self, logits: Tensor, sampler: Sampler) -> int:
+        """`Sampler.choose` of a row that `step_positions` gave, without the detour through torch where that can be."""
+        if sampler.sampling.on_host:
+            return sampler.choose(logits)
+        return cast(PositionsDecoder, self._decoder).choose(logits, sampler)
+
     @torch.no_grad()
     def teacher_forced(self, ids: Sequence[int], sparse_from: int) -> Tensor:
         """Logits after every token of a sequence, given to an empty cache: float32 [S, vocabulary].

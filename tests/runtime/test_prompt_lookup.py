@@ -121,8 +121,12 @@ def test_a_text_that_repeats_itself_takes_drafts_and_ends_within_one(monkeypatch
 
 
 def test_drafts_go_on_where_the_text_was_before() -> None:
-    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9, 1, 2], 7, StepCosts())
+    costs = StepCosts()
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9, 1, 2], 7, costs)
     assert lookup.drafts([], 7) == []
+    assert lookup.drafts([3], 7) == []  # what one position costs is not known
+    for _ in range(3):
+        costs.add(1, 1.0)
     lookup._right = [[0.95, 1.0]] * 6
     assert lookup.drafts([3], 7) == [4, 5, 6, 9, 1, 2, 3]
     assert lookup.drafts([3], 2) == [4, 5]
@@ -130,9 +134,11 @@ def test_drafts_go_on_where_the_text_was_before() -> None:
 
 
 def test_a_text_that_breaks_its_matches_gets_no_drafts() -> None:
-    lookup, tokens = PromptLookup([1, 2, 3], 7, StepCosts()), list[int]()
+    costs = StepCosts()
+    lookup, tokens = PromptLookup([1, 2, 3], 7, costs), list[int]()
     for number in range(40):
         tokens += [10 + number, 1, 2, 3]
+        costs.add(1, 1.0)
         drafts = lookup.drafts(tokens, 7)
     assert drafts == []
 

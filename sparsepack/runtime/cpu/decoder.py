@@ -145,6 +145,12 @@ class NativeDecoder:
         self.native.step([sequence] * len(ids), [*ids], sparse, logits.numpy())
         return logits
 
+    def choose(self, logits: Tensor, sampler: Sampler) -> int:
+        id, best = self.native.choose(logits.numpy(), _to_native(sampler))
+        if id < 0:
+            raise not_finite(best)
+        return int(id)
+
     def decode_next(
         self, ids: Sequence[int | None], sparse: bool, samplers: Sequence[Sampler | None]
     ) -> list[int | None]:

@@ -24,6 +24,9 @@ NGRAM = 3
 FORGETS = 0.95
 """What counts of a look-up weighs this share as much after the next one."""
 
+PLAIN, PLAIN_EVERY = 3, 32
+"""So many steps of one position come first, and one in so many after them: what others cost is measured by these."""
+
 STALE = 200
 """After so many steps without one of a number of positions, its cost is not known any more and may be tried again."""
 
@@ -44,6 +47,12 @@ class StepCosts:
         self._measured[positions] = self._steps
         for other in [n for n, at in self._measured.items() if n > 1 and self._steps - at > STALE]:
             del self._seconds[other], self._measured[other]
+
+    @property
+    def needs_plain(self) -> bool:
+        """Whether the next step should be of one position."""
+        plain = self._seconds.get(1, ())
+        return len(plain) < PLAIN or self._steps - self._measured[1] >= PLAIN_EVERY
 
     def ratio(self, positions: int) -> float:
         """The cost of a step of so many positions."""
@@ -91,7 +100,7 @@ class PromptLookup:
             self._learn(id)
             self._append(id)
         self._taken = len(tokens)
-        if self._at is None:
+        if self._at is None or self._costs.needs_plain:
             return []
         best, length, expected, chance = 1.0, 0, 1.0, 1.0
         for count in range(1, min(self._most, room) + 1):
@@ -145,14 +154,16 @@ def decode_drafts(
     position = engine.positions[sequence]
     began = time.perf_counter()
     logits = engine.step_positions([id, *drafts], sequence)
-    costs.add(1 + len(drafts), time.perf_counter() - began)
-    accepted = 0
+    accepted, seconds = 0, time.perf_counter() - began
     try:
         for draft, row in zip([*drafts, None], logits, strict=True):
-            chosen = sampler.choose(row)
+            began = time.perf_counter()
+            chosen = engine.choose(row, sampler)
+            seconds += time.perf_counter() - began
             if not take(chosen) or chosen != draft:
                 break
             accepted += 1
     finally:
         engine.truncate(position + 1 + accepted, sequence)
+    costs.add(1 + len(drafts), seconds)
     return accepted
