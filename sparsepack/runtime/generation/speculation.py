@@ -86,7 +86,8 @@ class PromptLookup:
         self._after: dict[tuple[int, ...], int] = {}  # where the text went on after the last such tokens
         self._at: int | None = None  # of the token that is expected next
         self._matched = 0
-        self._right = [[0.5, 1.0] for _ in range(6)]  # hits and tries, by the length of the match
+        # Hits and tries, by the length of the match; the shortest are believed once they have been right.
+        self._right = [[1.0, 3.0 if n < 2 else 2.0] for n in range(6)]
         self._taken = 0
         for id in ids:
             self._append(id)
