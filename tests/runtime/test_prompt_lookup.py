@@ -81,9 +81,12 @@ def test_drafts_are_taken_as_far_as_they_are_chosen(right: int) -> None:
     engine.prefill(IDS[:12])
     drafts = [*chosen[1 : 1 + right], *((id + 1) % 300 for id in chosen[1 + right : 6])]
     taken: list[int] = []
-    accepted = decode_drafts(
-        engine, chosen[0], drafts, Sampler(Sampling()), lambda id: not taken.append(id), StepCosts()
-    )
+
+    def take(id: int) -> bool:
+        taken.append(id)
+        return True
+
+    accepted = decode_drafts(engine, chosen[0], drafts, Sampler(Sampling()), take, StepCosts())
     assert (accepted, taken) == (right, chosen[1 : 2 + right])
     assert engine.position == 13 + right
 
