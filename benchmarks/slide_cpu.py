@@ -1,4 +1,4 @@
-"""A slid folder on a CPU and the pruned model that it was packed from, in transformers, in one process, in turns.
+"""A slid folder, or one of planes, on a CPU and the model that it was packed from, in transformers, in turns.
 
 Processor seconds, of all threads, since the machine may do other work: of a call with so many tokens, without a cache.
 Before anything is timed, the logits of both must agree but for what rounding weights and inputs to 8 bits costs.

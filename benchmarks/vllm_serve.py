@@ -150,12 +150,12 @@ def serve(kind: str, layers: int, ranks: int, compiled: bool) -> None:
 
     dummy.DummyModelLoader.load_weights = load_weights
     if "of" in kind:
-        from sparsepack.integration.vllm.config import Sparse24VllmConfig
+        from sparsepack.integration.vllm.config import FolderVllmConfig
         from sparsepack.integration.vllm.plugin import register
 
         register()
         # There are no bytes to compare with hashes.
-        Sparse24VllmConfig.maybe_update_config = lambda *_, **__: None  # type: ignore[method-assign]
+        FolderVllmConfig.maybe_update_config = lambda *_, **__: None  # type: ignore[method-assign]
     graphs: dict[str, Any] = {"cudagraph_capture_sizes": [*BATCHES]}
     if not compiled:
         graphs |= {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}

@@ -169,7 +169,7 @@ def folder_plan(
 ) -> FolderPlan:
     """A folder of these tensors.
 
-    section    -- what stands in `quantization_config` beside method and format
+    section    -- what stands in `quantization_config` after method and format
     row_scales -- whether rows are divided by numbers before they are quantised
     """
     if request.attention is not None:

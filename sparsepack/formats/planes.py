@@ -28,7 +28,7 @@ from torch import Tensor
 from sparsepack.errors import ArtifactError, PackingError
 from sparsepack.files.stored import shown
 from sparsepack.files.transfer import tensors_at_once
-from sparsepack.formats.artifact import Artifact
+from sparsepack.formats.artifact import Artifact, Program
 from sparsepack.formats.blocks.table import BLOCKS
 from sparsepack.formats.containers.safetensors import CONFIG, ArtifactFolder
 from sparsepack.formats.containers.safetensors_writer import FolderPlan
@@ -200,6 +200,10 @@ class PlanesArtifact(LinearFolderArtifact):
         lower = [torch.cat([self._at_level(name, n) for name in names]).to(device) for n in range(1, len(LEVELS))]
         return lower, BLOCKS[BLOCK].level_bytes
 
+    def programs(self) -> Iterator[Program]:
+        yield from super().programs()
+        yield Program("vLLM", True, "on CPUs, with sparsepack installed")
+
     def padding_problems(self) -> Iterator[str]:
         for name in (f"{linear}.weight" for linear in self.linears):
             rows, columns = self.logical_shape(name)
@@ -251,9 +255,9 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
 def _groups(
     checkpoint: Checkpoint, sites: Mapping[SiteKey, Sequence[str]], request: PlanRequest
 ) -> Iterator[PlannedGroup]:
-    """The Linears of each site, made together."""
+    """The Linears of each site, encoded together."""
 
-    def made(layer: int, site: str, rows: Mapping[str, slice]) -> Sequence[Tensor]:
+    def produce(layer: int, site: str, rows: Mapping[str, slice]) -> Sequence[Tensor]:
         columns = checkpoint.stacked_shape(site, layer)[1]
         rule = [as_bytes(part) for part in stored_rule(request.rules.get((layer, site)), columns)]
         if next(iter(rows)) in request.encoded:
@@ -273,7 +277,7 @@ def _groups(
                 weights, padding = stored == name, -held % planes.PIECE_ROWS if stored == name else 0
                 logical = (held, columns) if weights else None
                 tensors.append(PlannedTensor(stored, shape, type, logical, weights, padding))
-        yield PlannedGroup(tuple(tensors), partial(made, layer, site, rows))
+        yield PlannedGroup(tuple(tensors), partial(produce, layer, site, rows))
 
 
 def _of(request: PlanRequest, name: str) -> Iterator[tuple[str, Any]]:
@@ -304,12 +308,12 @@ def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Sit
     sites = block_linears(checkpoint)
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:
-        made, rows, name = encoded_site(BLOCK, layer, site, weight, inputs), len(weight), f"blk.{layer}.{site}"
-        tail, scales = made.tensors.get(name + TAIL), made.tensors[name + ROW_SCALE].view(torch.float32).flatten()
+        encoded, rows, name = encoded_site(BLOCK, layer, site, weight, inputs), len(weight), f"blk.{layer}.{site}"
+        tail, scales = encoded.tensors.get(name + TAIL), encoded.tensors[name + ROW_SCALE].view(torch.float32).flatten()
         empty = torch.empty(0, weight.shape[1], BLOCKS[BLOCK].bytes, dtype=torch.uint8, device=weight.device)
-        stored = planes.from_zigzag(made.tensors.get(name + WEIGHT, empty), tail, rows)
+        stored = planes.from_zigzag(encoded.tensors.get(name + WEIGHT, empty), tail, rows)
         of_linears = _rows(checkpoint, sites[layer, site])
-        return EncodedSite(_apart(stored, scales, of_linears), made.weight, of_linears)
+        return EncodedSite(_apart(stored, scales, of_linears), encoded.weight, of_linears)
 
     return encode
 

@@ -7,7 +7,7 @@
     scale     -- float32 [rows]
     threshold -- float32 [columns]; steps -- float32 [levels]: `formats.planes`
     bias      -- [rows], or None
-    prepared  -- what `prepare` made of these, or nothing
+    prepared  -- what `prepare` returned for these, or nothing
     decode    -- True: x is of tokens that are decoded, and a column is read at as many levels as its input exceeds
                  limits, vector by vector; False: of prompts, which read all planes; None: what `decoded_rows` says
 
@@ -73,7 +73,7 @@ _NUMBERS = count()
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What the operator needs of a matrix beside it: `tensors`, for as long as this object lives."""
+    """What else the operator needs of a matrix: `tensors`, for as long as this object lives."""
 
     tensors: list[Tensor] = field(default_factory=list)
     loaded: _Loaded | None = None
@@ -82,7 +82,7 @@ class Prepared:
 def prepare(matrix: PlanesMatrix) -> Prepared:
     """Prepare products of a matrix, on its device. On a CPU with kernels it takes a copy of the planes, in the order
     that these read."""
-    # What is made here serves calls in inference mode and outside of it.
+    # It serves calls in inference mode and outside of it.
     with torch.inference_mode(False), torch.no_grad():
         limits = matrix.limits
         if not (matrix.pieces.is_cpu and has_kernels()):

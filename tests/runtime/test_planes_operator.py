@@ -20,7 +20,7 @@ ERROR = {True: 8e-3, False: 5e-4}
 """Relative error of kernels: at levels of columns, where multipliers have 8 bits, and with all planes."""
 
 
-def made(rows: int, columns: int) -> tuple[PlanesMatrix, reference.ReferenceZigzag]:
+def random_planes(rows: int, columns: int) -> tuple[PlanesMatrix, reference.ReferenceZigzag]:
     """A matrix and the oracle's."""
     blocks, tail = zigzag.pack_with_tail(torch.randn(rows, columns), "Q6_P")
     scale = torch.rand(rows) + 0.5
@@ -49,7 +49,7 @@ def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("prepared", [True, False])
 def test_products_are_the_references(shape: tuple[int, int], prepared: bool, kernels: bool) -> None:
-    matrix, oracle = made(*shape)
+    matrix, oracle = random_planes(*shape)
     ready = prepare(matrix) if prepared else Prepared()
     assert (ready.loaded is not None) == (prepared and kernels)
     x, bias = torch.randn(3, 4, shape[1]), torch.randn(shape[0])
@@ -65,7 +65,7 @@ def test_products_are_the_references(shape: tuple[int, int], prepared: bool, ker
 
 def test_large_matrices_are_unpacked_some_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes_operator, "_AT_ONCE", 64 * 50)
-    matrix, oracle = made(333, 50)
+    matrix, oracle = random_planes(333, 50)
     x = torch.randn(5, 50)
     for decode, expected in (
         (True, reference.planes_matmul(oracle, x, levels_read(x, matrix.limits))),
@@ -75,7 +75,7 @@ def test_large_matrices_are_unpacked_some_rows_at_a_time(monkeypatch: pytest.Mon
 
 
 def test_one_that_is_decoded_does_not_depend_on_the_others(kernels: bool) -> None:
-    matrix, _ = made(320, 96)
+    matrix, _ = random_planes(320, 96)
     ready, x = prepare(matrix), torch.randn(5, 96)
     together = planes_linear(x, matrix, None, ready.tensors, True)
     alone = torch.cat([planes_linear(row[None], matrix, None, ready.tensors, True) for row in x])
@@ -84,7 +84,7 @@ def test_one_that_is_decoded_does_not_depend_on_the_others(kernels: bool) -> Non
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_outputs_have_the_type_of_inputs(dtype: torch.dtype, kernels: bool) -> None:
-    matrix, oracle = made(128, 64)
+    matrix, oracle = random_planes(128, 64)
     ready, x = prepare(matrix), torch.randn(2, 64).to(dtype)
     for decode in (True, False):
         found = planes_linear(x, matrix, torch.ones(128, dtype=dtype), ready.tensors, decode)
@@ -96,7 +96,7 @@ def test_outputs_have_the_type_of_inputs(dtype: torch.dtype, kernels: bool) -> N
 
 def test_it_asks_who_knows_which_vectors_are_decoded(kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planes_operator, "_ASK", [])
-    matrix, _ = made(192, 80)
+    matrix, _ = random_planes(192, 80)
     ready, x = prepare(matrix), torch.randn(4, 80)
     whole, levels = (planes_linear(x, matrix, None, ready.tensors, decode) for decode in (False, True))
     assert not torch.allclose(whole, levels, atol=1e-2)
@@ -109,7 +109,7 @@ def test_it_asks_who_knows_which_vectors_are_decoded(kernels: bool, monkeypatch:
 
 
 def test_it_is_one_operation_to_torch(kernels: bool) -> None:
-    matrix, _ = made(128, 64)
+    matrix, _ = random_planes(128, 64)
     ready = prepare(matrix)
 
     def product(x: Tensor) -> Tensor:
@@ -122,7 +122,7 @@ def test_it_is_one_operation_to_torch(kernels: bool) -> None:
 
 
 def test_gradients_are_refused() -> None:
-    matrix, _ = made(64, 8)
+    matrix, _ = random_planes(64, 8)
     ready = prepare(matrix)
     y = planes_linear(torch.randn(2, 8, requires_grad=True), matrix, None, ready.tensors, False)
     with pytest.raises(UserError, match="packed weights have no gradients"):
@@ -130,7 +130,7 @@ def test_gradients_are_refused() -> None:
 
 
 def test_what_was_prepared_is_gone_with_its_owner() -> None:
-    matrix, _ = made(64, 8)
+    matrix, _ = random_planes(64, 8)
     ready = prepare(matrix)
     if ready.loaded is None:
         pytest.skip("the kernels were not built")
@@ -142,7 +142,7 @@ def test_what_was_prepared_is_gone_with_its_owner() -> None:
 
 @pytest.mark.parametrize("change", [{"x": (3, 9)}, {"threshold": (9,)}, {"steps": (4,)}, {"scale": (65,)}], ids=str)
 def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
-    matrix, _ = made(64, 8)
+    matrix, _ = random_planes(64, 8)
     given = {name: torch.zeros(shape) for name, shape in change.items()}
     x = given.pop("x", torch.zeros(3, 8))
     parts = {name: given.get(name, getattr(matrix, name)) for name in ("pieces", "scale", "threshold", "steps")}
@@ -151,5 +151,5 @@ def test_tensors_that_do_not_fit_are_refused(change: dict[str, Any]) -> None:
 
 
 def test_no_vectors_have_no_outputs(kernels: bool) -> None:
-    matrix, _ = made(64, 8)
+    matrix, _ = random_planes(64, 8)
     assert planes_linear(torch.zeros(0, 8), matrix, None, prepare(matrix).tensors, True).shape == (0, 64)

@@ -19,7 +19,7 @@ from sparsepack.runtime.sparse24_operator import dense_type, prepare, sparse24_l
 
 
 class FolderLinear(nn.Module):
-    """y = x W^T + bias, with W as it lies in a folder. What its products need beside that is made when the first inputs
+    """y = x W^T + bias, with W as it lies in a folder. What else its products need is prepared when the first inputs
     come, and again once the weights lie elsewhere."""
 
     weight: nn.Parameter
@@ -33,7 +33,7 @@ class FolderLinear(nn.Module):
 
     @abstractmethod
     def in_words(self, linears: Sequence["FolderLinear"], dtype: torch.dtype) -> str:
-        """What users are told where a model with these Linears is loaded, itself one of them; empty: nothing."""
+        """What is said when a model with these Linears is loaded, itself one of them; empty: nothing."""
 
     @abstractmethod
     def _make(self, dtype: torch.dtype) -> None:

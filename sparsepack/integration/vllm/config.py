@@ -1,4 +1,4 @@
-"""What vLLM asks about a slid folder: which of its layers are slid, and how."""
+"""What vLLM asks about a folder of ours: which of its layers are stored in a format of ours, and how."""
 
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -11,8 +11,9 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.containers.safetensors import MANIFEST, METHOD
+from sparsepack.formats.linear_folder import configured_format, configured_linears
 from sparsepack.formats.orders.slide import Slide
-from sparsepack.formats.slide import configured_slides, configured_type
+from sparsepack.formats.slide import value_type
 from sparsepack.progress import say
 
 _REFUSED: Mapping[str, Callable[[Any], bool]] = {
@@ -22,24 +23,24 @@ _REFUSED: Mapping[str, Callable[[Any], bool]] = {
         config.offload_config.uva.cpu_offload_gb > 0 or config.offload_config.prefetch.offload_group_size > 0
     ),
 }
-"""What vLLM may be asked to do and nobody has tried with sparse24 weights, and how its configuration says so."""
+"""What vLLM may be asked to do and nobody has tried with such weights, and how its configuration says so."""
 
 
-class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
-    """`quantization_config` of a slid folder, as `integration.transformers.quantizer.FolderConfig` describes it.
+class FolderVllmConfig(QuantizationConfig):  # type: ignore[misc]
+    """`quantization_config` of a folder, as `integration.transformers.quantizer.FolderConfig` describes it.
 
-    Raises `ArtifactError` for a format that is unknown, or patterns that mean nothing.
+    Raises `ArtifactError` for a format that is unknown, and for what this version does not understand.
     """
 
-    def __init__(self, format: str = "", patterns: Any = None, attention: bool = False) -> None:
+    def __init__(self, section: Mapping[str, Any]) -> None:
         super().__init__()
-        self.values, self.attention = configured_type(format), attention
-        self.slides: dict[str, Slide] = configured_slides(patterns)
+        self.format, self.attention = configured_format(section.get("format", "")), section.get("attention", False)
+        self.linears = configured_linears(section)
 
     @classmethod
-    def from_config(cls, config: dict[str, Any]) -> "Sparse24VllmConfig":
+    def from_config(cls, config: dict[str, Any]) -> "FolderVllmConfig":
         """Read the section of config.json."""
-        return cls(config.get("format", ""), config.get("patterns"), config.get("attention", False))
+        return cls(config)
 
     def get_name(self) -> str:
         """The name that `quant_method` of config.json has."""
@@ -62,7 +63,7 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
 
     def apply_vllm_mapper(self, hf_to_vllm_mapper: Any) -> None:
         """Some models have other names in vLLM than in the folder."""
-        self.slides = hf_to_vllm_mapper.apply_dict(self.slides)
+        self.linears = hf_to_vllm_mapper.apply_dict(self.linears)
 
     def maybe_update_config(self, model_name: str, hf_config: Any = None, revision: str | None = None) -> None:
         """vLLM calls this once, before it starts other processes: the bytes of the folder are compared with their
@@ -70,7 +71,7 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
         if self.attention:
             say(f"{model_name}: attention is dense in vLLM; sparsepack's own engines and transformers read a part")
         if Path(model_name).is_dir():
-            _check_bytes(model_name, tuple(self.slides.items()))
+            _check_bytes(model_name, tuple(self.linears.items()))
         else:
             say(f"{model_name}: not compared with its hashes; to have that, download it and serve the folder")
 
@@ -85,41 +86,50 @@ class Sparse24VllmConfig(QuantizationConfig):  # type: ignore[misc]
         from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 
         from sparsepack.integration.vllm.linear_method import Sparse24LinearMethod
+        from sparsepack.integration.vllm.planes_method import PlanesLinearMethod
 
         how = self._how(prefix)
         if not isinstance(layer, LinearBase):
             if how is not None:
-                raise ArtifactError(f"{prefix}: slid, but no Linear in vLLM ({type(layer).__name__})")
+                raise ArtifactError(f"{prefix}: {_in_words(how)}, but no Linear in vLLM ({type(layer).__name__})")
             return None
         if how is None:
             return UnquantizedLinearMethod()
         running = get_current_vllm_config_or_none()
         for what, asked in _REFUSED.items():
             if running is not None and asked(running):
-                raise UserError(f"{what}: not supported with slid weights ({prefix}); leave it out")
+                raise UserError(f"{what}: not supported with {self.format.name} ({prefix}); leave it out")
+        if not isinstance(how, Slide):
+            return PlanesLinearMethod()
         tokens = 1 if running is None else running.scheduler_config.max_num_batched_tokens
-        return Sparse24LinearMethod(how, self.values, tokens)
+        return Sparse24LinearMethod(how, value_type(self.format), tokens)
 
-    def _how(self, prefix: str) -> Slide | None:
-        if prefix in self.slides:  # fused in the folder, too
-            return self.slides[prefix]
+    def _how(self, prefix: str) -> Any | None:
+        if prefix in self.linears:  # fused in the folder, too
+            return self.linears[prefix]
         before, dot, last = prefix.rpartition(".")
         parts = [before + dot + part for part in self.packed_modules_mapping.get(last, [last])]
-        ways = {part: self.slides.get(part) for part in parts}
+        ways = {part: self.linears.get(part) for part in parts}
         if len(set(ways.values())) > 1:
-            said = ", ".join(f"{part} {how.pattern if how else 'dense'}" for part, how in ways.items())
+            said = ", ".join(f"{part} {_in_words(how)}" for part, how in ways.items())
+            remedy = "prune them alike" if self.format.weight_sparsity else "pack the model again"
             raise ArtifactError(
-                f"{prefix}: vLLM multiplies {len(parts)} Linears as one, and they differ: {said}; prune them alike"
+                f"{prefix}: vLLM multiplies {len(parts)} Linears as one, and they differ: {said}; {remedy}"
             )
         return ways[parts[0]]
 
 
+def _in_words(how: Any | None) -> str:
+    """How a Linear is stored."""
+    return "dense" if how is None else f"{how.pattern}" if isinstance(how, Slide) else "planes"
+
+
 @cache
-def _check_bytes(model: str, slides: tuple[tuple[str, Slide], ...]) -> None:
+def _check_bytes(model: str, linears: tuple[tuple[str, Any], ...]) -> None:
     """Once a process, since vLLM may read a configuration several times."""
     from sparsepack.integration.transformers.quantizer import manifest_of_intact
 
     files = sorted(Path(model).glob("*.safetensors"))
     if not files:
         raise ArtifactError(f"{model}: no .safetensors files; expected a folder that was packed, with its {MANIFEST}")
-    manifest_of_intact(files, model, dict(slides))
+    manifest_of_intact(files, model, dict(linears))

@@ -1,4 +1,4 @@
-"""The entry point `vllm.general_plugins`: vLLM learns which class reads `quantization_config` of a slid folder."""
+"""The entry point `vllm.general_plugins`: vLLM learns which class reads `quantization_config` of a folder of ours."""
 
 from sparsepack.formats.containers.safetensors import METHOD
 
@@ -8,6 +8,6 @@ def register() -> None:
     makes no CUDA context."""
     from vllm.model_executor.layers.quantization import register_quantization_config
 
-    from sparsepack.integration.vllm.config import Sparse24VllmConfig
+    from sparsepack.integration.vllm.config import FolderVllmConfig
 
-    register_quantization_config(METHOD)(Sparse24VllmConfig)
+    register_quantization_config(METHOD)(FolderVllmConfig)

@@ -55,7 +55,7 @@ def test_other_shapes_are_refused(shape: tuple[int, ...]) -> None:
 
 
 def test_padding_behind_the_last_column_is_zero() -> None:
-    """Also where error feedback made the groups, which has none for these."""
+    """Also where groups come from error feedback, which has none for these."""
     each, numbers = q6_p.fit(torch.randn(3, 1, 64))
     _, tail = planes.superblocks(each, numbers, 64)
     assert tail is not None

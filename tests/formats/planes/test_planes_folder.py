@@ -32,7 +32,7 @@ SECTION = {"quant_method": "sparsepack", "format": "planes-q6_p", "levels": [2, 
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random model `m` of odd widths, its calibration `c`, `p.gguf` and the folder `p`: 3.4 bits read."""
     folder = tmp_path_factory.mktemp("planes")
     checkpoint = open_checkpoint(make_model(folder / "m", "llama", **ODD))
@@ -58,42 +58,42 @@ def same(folder: Path, file: Path, model: Path) -> None:
             assert torch.equal(rules[layer, site].limits, rule.limits)
 
 
-def test_it_has_the_bits_of_zigzag_with_error_feedback_and_thresholds(made: Path) -> None:
-    assert describe(made / "p")["refit"]["quantiser"] == "gptq"
-    same(made / "p", made / "p.gguf", made / "m")
-    found, expected = describe(made / "p"), describe(made / "p.gguf")
+def test_it_has_the_bits_of_zigzag_with_error_feedback_and_thresholds(packed: Path) -> None:
+    assert describe(packed / "p")["refit"]["quantiser"] == "gptq"
+    same(packed / "p", packed / "p.gguf", packed / "m")
+    found, expected = describe(packed / "p"), describe(packed / "p.gguf")
     for name in ("sparse_sites", "bits_read", "thresholds"):
         assert found[name] == expected[name]
     for name, values in expected["score"]["decode"].items():
         assert found["score"]["decode"][name] == pytest.approx(values)
 
 
-def test_each_weight_rounded_by_itself_too(made: Path, tmp_path: Path) -> None:
+def test_each_weight_rounded_by_itself_too(packed: Path, tmp_path: Path) -> None:
     for name, format in (("p.gguf", "zigzag-q6_p"), ("p", "planes-q6_p")):
-        pack(PackRequest(str(made / "m"), tmp_path / name, format))
-    same(tmp_path / "p", tmp_path / "p.gguf", made / "m")
+        pack(PackRequest(str(packed / "m"), tmp_path / name, format))
+    same(tmp_path / "p", tmp_path / "p.gguf", packed / "m")
     assert describe(tmp_path / "p")["sparse_sites"] == 0
 
 
-def test_it_is_intact_and_that_model(made: Path) -> None:
-    report = verify(made / "p", str(made / "m"))
+def test_it_is_intact_and_that_model(packed: Path) -> None:
+    report = verify(packed / "p", str(packed / "m"))
     assert report.passed, report.problems
     assert any(check.startswith("levels of planes, ") for check in report.checked)
-    plan = plan_of(open_checkpoint(made / "m"), PackRequest(str(made / "m"), Path("x"), "planes-q6_p"))
-    pack(PackRequest(str(made / "m"), made / "again", "planes-q6_p"))
-    assert plan.total_bytes == describe(made / "again")["file_bytes"]
+    plan = plan_of(open_checkpoint(packed / "m"), PackRequest(str(packed / "m"), Path("x"), "planes-q6_p"))
+    pack(PackRequest(str(packed / "m"), packed / "again", "planes-q6_p"))
+    assert plan.total_bytes == describe(packed / "again")["file_bytes"]
 
 
-def test_eval_measures_it_as_the_file(made: Path, tmp_path: Path) -> None:
+def test_eval_measures_it_as_the_file(packed: Path, tmp_path: Path) -> None:
     (tmp_path / "t.txt").write_text("The quick brown fox jumps over the lazy dog. " * 40)
-    asked = {"perplexity": (str(tmp_path / "t.txt"),), "context": 64, "windows": 2, "against": str(made / "m")}
-    found, expected = (evaluate(EvalRequest(str(made / name), **asked))["perplexity"] for name in ("p", "p.gguf"))
+    options = {"perplexity": (str(tmp_path / "t.txt"),), "context": 64, "windows": 2, "against": str(packed / "m")}
+    found, expected = (evaluate(EvalRequest(str(packed / name), **options))["perplexity"] for name in ("p", "p.gguf"))
     for one, other in zip(found, expected, strict=True):
         assert one["kl_divergence"]["value"] == pytest.approx(other["kl_divergence"]["value"])
 
 
-def test_a_changed_byte_is_found(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / "p", tmp_path / "p"))
+def test_a_changed_byte_is_found(packed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(packed / "p", tmp_path / "p"))
     start = open_artifact(folder).tensors["model.layers.1.mlp.up_proj.weight_threshold"].start
     with (folder / "model.safetensors").open("r+b") as file:
         file.seek(start)
@@ -121,8 +121,8 @@ def test_what_this_version_does_not_know_is_one_line(change: dict[str, Any], sai
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_of_other_levels_does_not_open(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / "p", tmp_path / "p"))
+def test_a_folder_of_other_levels_does_not_open(packed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(packed / "p", tmp_path / "p"))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"]["levels"] = [3, 6]
     sealed_again(folder, "config.json", json.dumps(config))
@@ -130,8 +130,8 @@ def test_a_folder_of_other_levels_does_not_open(made: Path, tmp_path: Path) -> N
         open_artifact(folder)
 
 
-def test_linears_of_a_site_with_other_thresholds_are_refused(made: Path) -> None:
-    artifact = open_artifact(made / "p")
+def test_linears_of_a_site_with_other_thresholds_are_refused(packed: Path) -> None:
+    artifact = open_artifact(packed / "p")
     names = {name: artifact.tensors[name] for name in artifact.tensors}
     wrong, right = (f"model.layers.0.{name}.weight_threshold" for name in ("mlp.up_proj", "self_attn.q_proj"))
     names[wrong] = names[right]
@@ -149,8 +149,8 @@ def test_rows_that_pieces_do_not_divide_are_refused_where_a_linear_follows(tmp_p
     assert not (tmp_path / "p").exists()
 
 
-def test_offsets_are_refused(made: Path, tmp_path: Path) -> None:
-    checkpoint, request = open_checkpoint(made / "m"), PackRequest(str(made / "m"), tmp_path / "p", "planes-q6_p")
+def test_offsets_are_refused(packed: Path, tmp_path: Path) -> None:
+    checkpoint, request = open_checkpoint(packed / "m"), PackRequest(str(packed / "m"), tmp_path / "p", "planes-q6_p")
     from sparsepack.formats.plan import PlanRequest
     from sparsepack.formats.table import format_of
 

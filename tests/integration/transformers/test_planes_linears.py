@@ -27,7 +27,7 @@ IDS = torch.arange(3, 40)[None]
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def packed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder `p` and the file `p.gguf` of a random model, of which a token reads 2.8 bits."""
     folder = tmp_path_factory.mktemp("planes")
     model = str(
@@ -63,17 +63,17 @@ def steps(model: Any) -> torch.Tensor:
     return torch.stack(found)
 
 
-def test_tokens_one_by_one_have_the_engines_logits(made: Path, kernels: bool) -> None:
-    engine = Engine(read_packed(made / "p.gguf"), EngineOptions(backend="cpu" if kernels else "reference"))
+def test_tokens_one_by_one_have_the_engines_logits(packed: Path, kernels: bool) -> None:
+    engine = Engine(read_packed(packed / "p.gguf"), EngineOptions(backend="cpu" if kernels else "reference"))
     expected = torch.stack([engine.prefill(IDS[0, :20].tolist()), *(engine.step(int(id)) for id in IDS[0, 20:])])
-    found = steps(loaded(made / "p"))
+    found = steps(loaded(packed / "p"))
     # Multipliers of the kernels have 8 bits, those of a site's Linears together or of each alone.
     assert (found - expected).norm() < (0.04 if kernels else 1e-3) * expected.norm()
 
 
-def test_prompts_read_all_planes(made: Path, kernels: bool) -> None:
+def test_prompts_read_all_planes(packed: Path, kernels: bool) -> None:
     """And a single position after them does not."""
-    model, artifact = loaded(made / "p"), open_artifact(made / "p")
+    model, artifact = loaded(packed / "p"), open_artifact(packed / "p")
     linear = model.model.layers[1].mlp.down_proj
     assert isinstance(linear, PlanesLinear)
     weight, x = artifact.decoded("model.layers.1.mlp.down_proj.weight"), torch.randn(2, 5, 448)
@@ -84,8 +84,8 @@ def test_prompts_read_all_planes(made: Path, kernels: bool) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_it_generates_alone_and_in_batches(made: Path, dtype: torch.dtype) -> None:
-    model = loaded(made / "p", dtype=dtype)
+def test_it_generates_alone_and_in_batches(packed: Path, dtype: torch.dtype) -> None:
+    model = loaded(packed / "p", dtype=dtype)
     assert model.model.layers[0].mlp.up_proj.weight_scale.dtype == torch.float32
     several = torch.stack([IDS[0, :12], IDS[0, 8:20]])
     together = model.generate(several, max_new_tokens=8, do_sample=False, pad_token_id=0)
@@ -94,8 +94,8 @@ def test_it_generates_alone_and_in_batches(made: Path, dtype: torch.dtype) -> No
         assert torch.equal(together, torch.stack(alone))
 
 
-def test_copies_and_saved_models_compute_the_same(made: Path, tmp_path: Path, capfd: Any) -> None:
-    model = loaded(made / "p")
+def test_copies_and_saved_models_compute_the_same(packed: Path, tmp_path: Path, capfd: Any) -> None:
+    model = loaded(packed / "p")
     expected = steps(model)
     assert torch.equal(steps(copy.deepcopy(model)), expected)
     model.save_pretrained(tmp_path / "saved")
@@ -104,8 +104,8 @@ def test_copies_and_saved_models_compute_the_same(made: Path, tmp_path: Path, ca
     assert torch.equal(steps(again), expected)
 
 
-def test_users_are_told_what_runs(made: Path, kernels: bool, capfd: Any) -> None:
-    loaded(made / "p")
+def test_loading_says_what_runs(packed: Path, kernels: bool, capfd: Any) -> None:
+    loaded(packed / "p")
     said = capfd.readouterr().err
     if kernels:
         assert "its 14 Linears in planes are copied for the CPU's kernels: 0.00 GB more" in said
@@ -120,9 +120,9 @@ def test_users_are_told_what_runs(made: Path, kernels: bool, capfd: Any) -> None
     [({"levels": [3, 6]}, r"levels: \[3, 6\]"), ({"thresholds": "x"}, "thresholds: x"), ({"other": 1}, "other: this")],
 )
 def test_what_this_version_does_not_know_is_refused(
-    change: dict[str, Any], said: str, made: Path, tmp_path: Path
+    change: dict[str, Any], said: str, packed: Path, tmp_path: Path
 ) -> None:
-    folder = Path(shutil.copytree(made / "p", tmp_path / "p"))
+    folder = Path(shutil.copytree(packed / "p", tmp_path / "p"))
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] |= change
     sealed_again(folder, "config.json", json.dumps(config))
@@ -130,8 +130,8 @@ def test_what_this_version_does_not_know_is_refused(
         loaded(folder)
 
 
-def test_damage_is_found_before_a_token(made: Path, tmp_path: Path) -> None:
-    folder = Path(shutil.copytree(made / "p", tmp_path / "p"))
+def test_damage_is_found_before_a_token(packed: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(packed / "p", tmp_path / "p"))
     data = bytearray((folder / "model.safetensors").read_bytes())
     data[open_artifact(folder).tensors["model.layers.0.mlp.up_proj.weight"].start + 77] ^= 1
     (folder / "model.safetensors").write_bytes(data)

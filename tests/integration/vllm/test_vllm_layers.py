@@ -1,7 +1,5 @@
 """vLLM's layers with slid weights: loaded by its own loaders, fused and shared out, they are the weights' product."""
 
-import hashlib
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +10,7 @@ import torch
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.distributed import (
-    cleanup_dist_env_and_memory,
-    init_distributed_environment,
-    initialize_model_parallel,
-)
+from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.layers.linear import (
     ColumnParallelLinear,
     MergedColumnParallelLinear,
@@ -31,12 +25,12 @@ from vllm.model_executor.model_loader.reload import (
     initialize_layerwise_reload,
     record_metadata_for_reloading,
 )
-from vllm_for_tests import slid, stored, together
+from vllm_for_tests import join, load_tensors, ready, slid, stored, together
 
 from sparsepack.errors import ArtifactError, UserError
 from sparsepack.formats.orders.slide import VALUE_TYPES, Slide
 from sparsepack.integration.vllm import linear_method
-from sparsepack.integration.vllm.config import Sparse24VllmConfig
+from sparsepack.integration.vllm.config import FolderVllmConfig
 from sparsepack.integration.vllm.linear_method import Sparse24LinearMethod
 from sparsepack.models.pattern import Pattern
 from sparsepack.runtime.reference.products import Sparse24Matrix
@@ -56,31 +50,16 @@ def _alone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         cleanup_dist_env_and_memory()
 
 
-def join(file: Path, rank: int, ranks: int) -> None:
-    # On processors for which vLLM has kernels, ranks exchange over shared memory, whose name must be that of no other
-    # group of the machine; vLLM's own workers set this before they join.
-    os.environ["VLLM_DIST_IDENT"] = f"sparsepack-{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
-    init_distributed_environment(ranks, rank, f"file://{file}", rank, backend="gloo")
-    initialize_model_parallel(ranks)
-
-
-def config(slides: dict[str, Pattern], format: str = "slide-int8") -> Sparse24VllmConfig:
+def config(slides: dict[str, Pattern], format: str = "slide-int8") -> FolderVllmConfig:
     section = {"quant_method": "sparsepack", "format": format}
     patterns = {name: [pattern.keep, pattern.of] for name, pattern in slides.items()}
-    found = Sparse24VllmConfig.from_config({**section, "patterns": patterns})
+    found = FolderVllmConfig.from_config({**section, "patterns": patterns})
     found.packed_modules_mapping = FUSED
     return found
 
 
 def load(layer: nn.Module, matrix: Sparse24Matrix, *shard: Any) -> None:
-    parameters = dict(layer.named_parameters())
-    for name, tensor in stored(matrix).items():
-        parameters[name].weight_loader(parameters[name], tensor, *shard)
-
-
-def ready(layer: nn.Module) -> nn.Module:
-    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
-    return layer
+    load_tensors(layer, stored(matrix), *shard)
 
 
 @pytest.mark.parametrize("format", FORMATS)
@@ -153,7 +132,7 @@ def test_fused_parts_that_differ_are_refused_by_name(slides: dict[str, Pattern],
 
 
 def test_a_slid_layer_that_is_no_linear_is_refused() -> None:
-    with pytest.raises(ArtifactError, match=r"^lm_head: slid, but no Linear in vLLM"):
+    with pytest.raises(ArtifactError, match=r"^lm_head: keep 6 of 8, but no Linear in vLLM"):
         config({"lm_head": SIX}).get_quant_method(VocabParallelEmbedding(100, 32), "lm_head")
 
 
@@ -208,7 +187,7 @@ def test_what_was_never_tried_with_slid_weights_is_refused(change: Any, said: st
     change(asked)
     quant = config({"a.down": SIX})
     with set_current_vllm_config(asked):
-        with pytest.raises(UserError, match=rf"{said}.*not supported with slid weights \(a.down\)"):
+        with pytest.raises(UserError, match=rf"{said}.*not supported with slide-int8 \(a.down\)"):
             RowParallelLinear(64, 32, bias=False, quant_config=quant, prefix="a.down")
         RowParallelLinear(64, 32, bias=False, quant_config=quant, prefix="a.other")  # dense
 

@@ -12,7 +12,7 @@ from vllm_for_tests import ON_TWO_CORES, PROMPTS, Refused, assert_greedy, in_tra
 import sparsepack
 from sparsepack.errors import ArtifactError
 from sparsepack.formats.containers.safetensors import MANIFEST, sealed, unsealed
-from sparsepack.integration.vllm.config import Sparse24VllmConfig, _check_bytes
+from sparsepack.integration.vllm.config import FolderVllmConfig, _check_bytes
 from sparsepack.integration.vllm.plugin import register
 from sparsepack.packing import plan_of
 
@@ -76,7 +76,7 @@ def test_tokens_of_several_ranks_are_those_of_transformers(
 def test_what_was_never_tried_is_refused_in_a_line_of_the_log(
     options: dict[str, object], said: str, tiny: Path
 ) -> None:
-    with pytest.raises(Refused, match=rf"UserError: {said}: not supported with slid weights"):
+    with pytest.raises(Refused, match=rf"UserError: {said}: not supported with slide-int8"):
         in_vllm(tiny, PROMPTS[:1], enforce_eager=True, **options)
 
 
@@ -103,10 +103,10 @@ def test_a_copy_by_save_pretrained_is_served(tiny: Path, tmp_path: Path) -> None
     assert_greedy(tiny, in_vllm(tmp_path / "copy", PROMPTS, enforce_eager=True))
 
 
-def config_of(folder: Path) -> Sparse24VllmConfig:
+def config_of(folder: Path) -> FolderVllmConfig:
     from transformers import AutoConfig
 
-    return Sparse24VllmConfig.from_config(AutoConfig.from_pretrained(folder).quantization_config)
+    return FolderVllmConfig.from_config(AutoConfig.from_pretrained(folder).quantization_config)
 
 
 def damaged(folder: Path, copy: Path) -> Path:
@@ -189,13 +189,13 @@ def test_what_is_not_checked_is_said(
 )
 def test_configurations_that_mean_nothing_are_refused(section: dict[str, object], said: str) -> None:
     with pytest.raises(ArtifactError, match=said):
-        Sparse24VllmConfig.from_config(section)
+        FolderVllmConfig.from_config(section)
 
 
 def test_it_is_registered_as_often_as_vllm_likes() -> None:
     for _ in range(2):
         register()
-    assert get_quantization_config("sparsepack") is Sparse24VllmConfig
+    assert get_quantization_config("sparsepack") is FolderVllmConfig
 
 
 def test_registering_makes_no_cuda_context_and_imports_little() -> None:

@@ -1,5 +1,6 @@
 """Slid weights for vLLM's layers, and vLLM in a process of its own."""
 
+import hashlib
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import sparsepack
 from sparsepack.calibrate.prune import PruneOptions
@@ -75,6 +76,30 @@ def together(*matrices: Sparse24Matrix) -> Sparse24Matrix:
     values = torch.cat([m.values.view(torch.uint8) for m in matrices]).view(first.values.dtype)
     positions, scales = torch.cat([m.positions for m in matrices]), [m.scale for m in matrices if m.scale is not None]
     return Sparse24Matrix(values, positions, torch.cat(scales) if scales else None, first.how, first.columns)
+
+
+def join(file: Path, rank: int, ranks: int) -> None:
+    """Make this process one of the ranks that meet at a file."""
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+
+    # On processors for which vLLM has kernels, ranks exchange over shared memory, whose name must be that of no other
+    # group of the machine; vLLM's own workers set this before they join.
+    os.environ["VLLM_DIST_IDENT"] = f"sparsepack-{hashlib.sha256(str(file).encode()).hexdigest()[:16]}"
+    init_distributed_environment(ranks, rank, f"file://{file}", rank, backend="gloo")
+    initialize_model_parallel(ranks)
+
+
+def load_tensors(layer: nn.Module, tensors: Mapping[str, Tensor], *shard: Any) -> None:
+    """Load the tensors of a folder, by what follows the Linear's name, by vLLM's loaders."""
+    parameters = dict(layer.named_parameters())
+    for name, tensor in tensors.items():
+        parameters[name].weight_loader(parameters[name], tensor, *shard)
+
+
+def ready(layer: nn.Module) -> nn.Module:
+    """The layer, prepared."""
+    layer.quant_method.process_weights_after_loading(layer)  # type: ignore[union-attr, operator]
+    return layer
 
 
 def in_transformers(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Any, Any]:
