@@ -138,6 +138,7 @@ class EngineOptions:
 class GenerateOptions:
     """How many tokens at most, how they are chosen (`runtime.generation.sampling.Sampling`), and what ends the text.
 
+    prompt_lookup -- None: `runtime.generation.speculation.MOST_DRAFTED` where nothing is skipped, else none
     temperature, top_k, top_p, min_p, repeat_penalty -- None: as `runtime.generation.generate.apply_suggestions` finds
     stop -- texts that end it; they are not part of it
     stop_token_ids -- tokens that end it, besides the model's own; they are not part of it
@@ -198,11 +199,11 @@ class GenerateOptions:
         least=-100,
         most=100,
     )
-    prompt_lookup: int = option(
+    prompt_lookup: int | None = option(
         "Draft up to so many tokens that followed where the last ones stood in the text before, and compute them in "
         "one step: faster where the text repeats itself, and the same text up to rounding. For one text on the CPU; "
-        "0 drafts none.",
-        default=0,
+        "0 drafts none (default: 7 where nothing is skipped, else 0).",
+        default=None,
         least=0,
         most=7,
     )

@@ -66,6 +66,7 @@ class Script:
         self.fed: list[int] = []
         self.prepared = False
         self.lock, self._owner, self._owner_thread = threading.RLock(), None, threading.current_thread()
+        self.positions_unsupported = "a script says one token at a time"
 
     claim, owned_by, release = Engine.claim, Engine.owned_by, Engine.release
 

@@ -13,9 +13,10 @@ from test_generate import byte_level
 
 from sparsepack.errors import UserError
 from sparsepack.formats.packed import PackedModel
+from sparsepack.runtime.generation import speculation
 from sparsepack.runtime.generation.generate import Generated, generate
 from sparsepack.runtime.generation.sampling import Sampler, Sampling
-from sparsepack.runtime.generation.speculation import PromptLookup, StepCosts, decode_drafts
+from sparsepack.runtime.generation.speculation import MOST_DRAFTED, PromptLookup, decode_drafts, step_cost
 from sparsepack.runtime.options import GenerateOptions
 
 IDS = torch.randint(300, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -86,7 +87,7 @@ def test_drafts_are_taken_as_far_as_they_are_chosen(right: int) -> None:
         taken.append(id)
         return True
 
-    accepted = decode_drafts(engine, chosen[0], drafts, Sampler(Sampling()), take, StepCosts())
+    accepted = decode_drafts(engine, chosen[0], drafts, Sampler(Sampling()), take)
     assert (accepted, taken) == (right, chosen[1 : 2 + right])
     assert engine.position == 13 + right
 
@@ -99,7 +100,7 @@ def made(prompt: Sequence[int], most: int, **options: Any) -> Generated:
 @pytest.mark.parametrize("most", [1, 4, 7])
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.3, "seed": 5}, {"repeat_penalty": 1.05}, {"min_tokens": 9}])
 def test_the_text_is_that_of_steps(most: int, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "ratio", lambda self, positions: 1.0)  # so that every match is drafted
+    monkeypatch.setattr(speculation, "step_cost", lambda positions, skips: 1.0)  # so that every match is drafted
     plain, looked_up = (made(IDS[:6] * 3, n, tokens=120, ignore_eos=True, **options) for n in (0, most))
     assert looked_up.tokens == plain.tokens
     assert looked_up.decoded == plain.decoded == 119
@@ -108,7 +109,7 @@ def test_the_text_is_that_of_steps(most: int, options: dict[str, Any], monkeypat
 
 
 def test_a_text_that_repeats_itself_takes_drafts_and_ends_within_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(StepCosts, "ratio", lambda self, positions: 1.0)
+    monkeypatch.setattr(speculation, "step_cost", lambda positions, skips: 1.0)
     bias = {"logit_bias": tuple((id, 100.0) for id in (11,))}  # one token for ever
     whole = made(IDS[:6], 7, tokens=50, **bias)
     assert whole.tokens == (11,) * 50
@@ -124,12 +125,9 @@ def test_a_text_that_repeats_itself_takes_drafts_and_ends_within_one(monkeypatch
 
 
 def test_drafts_go_on_where_the_text_was_before() -> None:
-    costs = StepCosts()
-    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9, 1, 2], 7, costs)
+    lookup = PromptLookup([1, 2, 3, 4, 5, 6, 9, 1, 2], 7, skips=False)
     assert lookup.drafts([], 7) == []
-    assert lookup.drafts([3], 7) == []  # what one position costs is not known
-    for _ in range(3):
-        costs.add(1, 1.0)
+    assert lookup.drafts([3], 7) == []  # until matches have been right
     lookup._right = [[0.95, 1.0]] * 6
     assert lookup.drafts([3], 7) == [4, 5, 6, 9, 1, 2, 3]
     assert lookup.drafts([3], 2) == [4, 5]
@@ -137,27 +135,32 @@ def test_drafts_go_on_where_the_text_was_before() -> None:
 
 
 def test_a_text_that_breaks_its_matches_gets_no_drafts() -> None:
-    costs = StepCosts()
-    lookup, tokens = PromptLookup([1, 2, 3], 7, costs), list[int]()
+    lookup, tokens = PromptLookup([1, 2, 3], 7, skips=False), list[int]()
     for number in range(40):
         tokens += [10 + number, 1, 2, 3]
-        costs.add(1, 1.0)
         drafts = lookup.drafts(tokens, 7)
     assert drafts == []
 
 
-def test_costs_follow_what_was_measured() -> None:
-    costs = StepCosts()
-    usual = [costs.ratio(n) for n in range(1, 9)]
-    assert usual == sorted(usual)
-    for _ in range(7):
-        costs.add(1, 1.0)
-        costs.add(4, 3.0)
-    assert costs.ratio(4) == 3.0
-    assert costs.ratio(8) > usual[7]
-    for _ in range(300):
-        costs.add(1, 1.0)
-    assert costs.ratio(4) == usual[3]
+@pytest.mark.parametrize("skips", [False, True])
+def test_more_positions_cost_more_in_all_and_less_each(skips: bool) -> None:
+    costs = [step_cost(n, skips) for n in range(1, MOST_DRAFTED + 2)]
+    assert costs == sorted(costs)
+    each = [cost / n for n, cost in enumerate(costs, 1)]
+    assert each[1:] == sorted(each[1:], reverse=True)
+    assert costs[0] == 1 > each[-1]
+
+
+@pytest.mark.parametrize(("dense", "most", "drafts"), [(False, None, 0), (True, None, 7), (True, 0, 0), (False, 3, 3)])
+def test_drafts_are_the_default_where_nothing_is_skipped(dense: bool, most: int | None, drafts: int) -> None:
+    engine = engine_of(skipping("llama"), "cpu", dense=dense)
+    lookup = generate(engine, byte_level(), IDS[:4], GenerateOptions(prompt_lookup=most))._lookup
+    assert (0 if lookup is None else lookup._most) == drafts
+
+
+def test_engines_that_cannot_go_back_have_no_drafts_by_default() -> None:
+    for engine in (engine_of(random_model("qwen3.5, states"), "cpu"), engine_of(skipping("llama"), "reference")):
+        assert generate(engine, byte_level(), IDS[:4], GenerateOptions())._lookup is None
 
 
 @pytest.mark.parametrize(

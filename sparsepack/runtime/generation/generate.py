@@ -18,7 +18,7 @@ from sparsepack.option import default_of, idle, options_of
 from sparsepack.runtime.engine import Counts, Engine
 from sparsepack.runtime.generation.continuation import Continuation, StopText, sampling_of
 from sparsepack.runtime.generation.sampling import Sampler
-from sparsepack.runtime.generation.speculation import PromptLookup, StepCosts, decode_drafts
+from sparsepack.runtime.generation.speculation import MOST_DRAFTED, PromptLookup, decode_drafts
 from sparsepack.runtime.options import GREEDY, GenerateOptions
 
 _DECLARED = options_of(GenerateOptions)
@@ -129,8 +129,7 @@ class Generation(Iterator[str]):
         self._since: Counts | None = None  # what the engine had counted when this began
         self._chosen: Sequence[int | None] = ()
         self._pieces: deque[str] = deque()
-        self._costs = StepCosts()
-        self._lookup = _new_lookup(engine, prompts, options, self._costs)
+        self._lookup = _new_lookup(engine, prompts, options)
         self._drafted = self._accepted = 0
         self._closed = False
         with engine.lock:
@@ -232,9 +231,7 @@ class Generation(Iterator[str]):
         for n in going:
             ids[n], samplers[n] = self._chosen[n], self._texts[n].sampler
         chosen = self._engine.decode_all(ids, samplers)
-        seconds = time.perf_counter() - began
-        self._costs.add(1, seconds)
-        self._decode_seconds += seconds
+        self._decode_seconds += time.perf_counter() - began
         self._decoded += len(going)
         return chosen
 
@@ -261,22 +258,27 @@ class Generation(Iterator[str]):
             return not text.reason
 
         self._drafted += len(drafts)
-        self._accepted += decode_drafts(self._engine, _there(self._chosen[0]), drafts, text.sampler, take, self._costs)
+        self._accepted += decode_drafts(self._engine, _there(self._chosen[0]), drafts, text.sampler, take)
         self._decode_seconds += time.perf_counter() - began - beside
         self._decoded += len(text.tokens) - before + (text.reason == "eos")
 
 
-def _new_lookup(
-    engine: Engine, prompts: Sequence[Sequence[int]], options: GenerateOptions, costs: StepCosts
-) -> PromptLookup | None:
-    """What drafts, where the options have it. Raises `UserError` where it cannot be."""
-    if not options.prompt_lookup:
+def _new_lookup(engine: Engine, prompts: Sequence[Sequence[int]], options: GenerateOptions) -> PromptLookup | None:
+    """What drafts, where the options have it; unless they say, where nothing is skipped. Raises `UserError` where it
+    cannot be, and they have it."""
+    most = options.prompt_lookup
+    if most == 0:
         return None
-    if len(engine.positions) > 1 or len(prompts) > 1:
-        raise UserError("prompt-lookup: texts that are decoded together fill a step already; give one prompt alone")
-    if reason := engine.positions_unsupported:
+    several = "texts that are decoded together fill a step already; give one prompt alone"
+    reason = several if len(engine.positions) > 1 or len(prompts) > 1 else engine.positions_unsupported
+    if reason and most is not None:
         raise UserError(f"prompt-lookup: {reason}; leave it out")
-    return PromptLookup(prompts[0], options.prompt_lookup, costs)
+    if reason:
+        return None
+    skips = bool(engine.packed.rules) and not engine.dense
+    if most is None:
+        most = 0 if skips else MOST_DRAFTED
+    return PromptLookup(prompts[0], most, skips) if most else None
 
 
 def _there(id: int | None) -> int:

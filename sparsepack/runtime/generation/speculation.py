@@ -10,10 +10,7 @@ Each position's token is chosen from its own logits, by the text's own sampler: 
 sampled text takes the same random numbers, up to the rounding of sums that are added in another order.
 """
 
-import time
-from collections import deque
 from collections.abc import Callable, Sequence
-from statistics import median
 
 from sparsepack.runtime.engine import Engine
 from sparsepack.runtime.generation.sampling import Sampler
@@ -24,64 +21,35 @@ NGRAM = 3
 FORGETS = 0.95
 """What counts of a look-up weighs this share as much after the next one."""
 
-PLAIN, PLAIN_EVERY = 3, 32
-"""So many steps of one position come first, and one in so many after them: what others cost is measured by these."""
-
-STALE = 200
-"""After so many steps without one of a number of positions, its cost is not known any more and may be tried again."""
+MOST_DRAFTED = 7
+"""With the token before them, as many positions as kernels multiply together (`kernels/few.inc`)."""
 
 
-class StepCosts:
-    """What steps of several positions cost, times that of one, from the last times measured of each; before, as on the
-    processors of benchmarks/RESULTS.md."""
+def step_cost(positions: int, skips: bool) -> float:
+    """What a step of so many positions takes on a CPU, in steps of one (zigzag-q4_k, two threads: several sequences
+    together in benchmarks/RESULTS.md). No clock is read, so that a prompt gives the same text every time.
 
-    def __init__(self) -> None:
-        self._seconds: dict[int, deque[float]] = {}
-        self._measured: dict[int, int] = {}  # when each was measured last, in steps
-        self._steps = 0
-
-    def add(self, positions: int, seconds: float) -> None:
-        """Count a step."""
-        self._steps += 1
-        self._seconds.setdefault(positions, deque(maxlen=7)).append(seconds)
-        self._measured[positions] = self._steps
-        for other in [n for n, at in self._measured.items() if n > 1 and self._steps - at > STALE]:
-            del self._seconds[other], self._measured[other]
-
-    @property
-    def needs_plain(self) -> bool:
-        """Whether the next step should be of one position."""
-        plain = self._seconds.get(1, ())
-        return len(plain) < PLAIN or self._steps - self._measured[1] >= PLAIN_EVERY
-
-    def ratio(self, positions: int) -> float:
-        """The cost of a step of so many positions."""
-        if positions == 1 or 1 not in self._seconds:
-            return _usual(positions)
-        one = median(self._seconds[1])
-        known = {n: median(seconds) / one for n, seconds in self._seconds.items() if n > 1}
-        if positions in known:
-            return known[positions]
-        return _usual(positions) * min((ratio / _usual(n) for n, ratio in known.items()), default=1.0)
-
-
-def _usual(positions: int) -> float:
-    return 1.0 if positions == 1 else 1.2 + 0.2 * positions
+    skips -- columns are skipped, of which positions share fewer the more they are
+    """
+    if positions == 1:
+        return 1.0
+    return 1.7 + 0.3 * positions if skips else 1.6 + 0.15 * positions
 
 
 class PromptLookup:
     """Drafts for one text.
 
-    ids  -- of the prompt
-    most -- tokens of a draft at most
+    ids   -- of the prompt
+    most  -- tokens of a draft at most
+    skips -- as `step_cost` has it
 
     Every token of the text is compared with what the look-up says, also where nothing was drafted: how often it is
     right, by how long it has been, costs no step to know. A draft is as long as makes most tokens a second, and text
     that does not repeat itself gets none.
     """
 
-    def __init__(self, ids: Sequence[int], most: int, costs: StepCosts) -> None:
-        self._most, self._costs = most, costs
+    def __init__(self, ids: Sequence[int], most: int, skips: bool) -> None:
+        self._most, self._skips = most, skips
         self._ids: list[int] = []
         self._after: dict[tuple[int, ...], int] = {}  # where the text went on after the last such tokens
         self._at: int | None = None  # of the token that is expected next
@@ -101,14 +69,14 @@ class PromptLookup:
             self._learn(id)
             self._append(id)
         self._taken = len(tokens)
-        if self._at is None or self._costs.needs_plain:
+        if self._at is None:
             return []
         best, length, expected, chance = 1.0, 0, 1.0, 1.0
         for count in range(1, min(self._most, room) + 1):
             hits, tries = self._right[_bucket(self._matched + count - 1)]
             chance *= hits / tries
             expected += chance
-            if (speed := expected / self._costs.ratio(count + 1)) > best:
+            if (speed := expected / step_cost(count + 1, self._skips)) > best:
                 best, length = speed, count
         period = len(self._ids) - self._at
         return [self._ids[self._at + n % period] for n in range(length)]
@@ -144,7 +112,6 @@ def decode_drafts(
     drafts: Sequence[int],
     sampler: Sampler,
     take: Callable[[int], bool],
-    costs: StepCosts,
     sequence: int = 0,
 ) -> int:
     """Append a token and what of the drafts the sampler chooses, too. Returns how many of the drafts it chose.
@@ -152,19 +119,14 @@ def decode_drafts(
     take -- is given each token that is chosen, those that are appended and the one to append next; returns whether the
             text goes on
     """
-    position = engine.positions[sequence]
-    began = time.perf_counter()
+    position, accepted = engine.positions[sequence], 0
     logits = engine.step_positions([id, *drafts], sequence)
-    accepted, seconds = 0, time.perf_counter() - began
     try:
         for draft, row in zip([*drafts, None], logits, strict=True):
-            began = time.perf_counter()
             chosen = engine.choose(row, sampler)
-            seconds += time.perf_counter() - began
             if not take(chosen) or chosen != draft:
                 break
             accepted += 1
     finally:
         engine.truncate(position + 1 + accepted, sequence)
-    costs.add(1 + len(drafts), seconds)
     return accepted
