@@ -46,9 +46,6 @@ from sparsepack.formats.orders import planes
 from sparsepack.formats.plan import EncodedSite, PlannedGroup, PlannedTensor, PlanRequest, SiteEncoder
 from sparsepack.formats.stock import StockModel
 from sparsepack.formats.table import Format
-from sparsepack.formats.zigzag.artifact import rows_problem
-from sparsepack.formats.zigzag.plan import check_levels, check_rules, encoded_site, rounded_site
-from sparsepack.formats.zigzag.reader import ROW_SCALE, TAIL, WEIGHT
 from sparsepack.models.activity import sparse_sites_of
 from sparsepack.models.checkpoint.checkpoint import Checkpoint
 from sparsepack.models.families import check_taken
@@ -205,6 +202,8 @@ class PlanesArtifact(LinearFolderArtifact):
         yield Program("vLLM", True, "on CPUs, with sparsepack installed")
 
     def padding_problems(self) -> Iterator[str]:
+        from sparsepack.formats.zigzag.artifact import rows_problem  # which reads GGUF: not for transformers and vLLM
+
         for name in (f"{linear}.weight" for linear in self.linears):
             rows, columns = self.logical_shape(name)
             if held := rows % planes.PIECE_ROWS:
@@ -239,6 +238,8 @@ def plan(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> Folder
 
     Raises `PackingError` for rules that do not fit the model or the format.
     """
+    from sparsepack.formats.zigzag.plan import check_levels, check_rules
+
     check_rules(checkpoint, request.rules)
     for (layer, site), rule in request.rules.items():
         check_levels(f"blk.{layer}.{site}", rule, len(LEVELS))
@@ -256,6 +257,7 @@ def _groups(
     checkpoint: Checkpoint, sites: Mapping[SiteKey, Sequence[str]], request: PlanRequest
 ) -> Iterator[PlannedGroup]:
     """The Linears of each site, encoded together."""
+    from sparsepack.formats.zigzag.plan import rounded_site
 
     def produce(layer: int, site: str, rows: Mapping[str, slice]) -> Sequence[Tensor]:
         columns = checkpoint.stacked_shape(site, layer)[1]
@@ -305,6 +307,9 @@ def _apart(stored: Tensor, scales: Tensor, rows: Mapping[str, slice]) -> dict[st
 
 def encoder(format: Format, checkpoint: Checkpoint, request: PlanRequest) -> SiteEncoder:
     """What encodes a model's sites (`Format.encoder`): as in zigzag order, then taken apart."""
+    from sparsepack.formats.zigzag.plan import encoded_site
+    from sparsepack.formats.zigzag.reader import ROW_SCALE, TAIL, WEIGHT
+
     sites = block_linears(checkpoint)
 
     def encode(layer: int, site: str, weight: Tensor, inputs: Inputs | None) -> EncodedSite:

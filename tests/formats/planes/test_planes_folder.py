@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -173,3 +175,8 @@ def test_rules_are_stored_as_they_are() -> None:
         )
         assert torch.equal(found, expected.sum(1))
     assert not torch.cat(stored_rule(None, 3)).any()
+
+
+def test_what_transformers_and_vllm_import_of_it_reads_no_gguf() -> None:
+    code = "import sys, sparsepack.integration.transformers.linears; print('gguf' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True).stdout == b"False\n"
