@@ -287,7 +287,7 @@ def test_sparsity_is_the_share_of_bits_that_is_not_read(source, tmp_path) -> Non
         ({"allocation": AllocationOptions(0.5)}, "give --bits or --sparsity, not both"),
         ({"calibration": None}, "--bits needs --calibration"),
         ({"fitting": RefitOptions(refit=True)}, "format zigzag-q6_p: --refit fits weights to inputs that are skipped"),
-        ({"format": "zigzag-q4_k"}, "bits 3.4: it is for format zigzag-q6_p, not zigzag-q4_k"),
+        ({"format": "zigzag-q4_k"}, "bits 3.4: it is for format zigzag-q6_p or planes-q6_p, not zigzag-q4_k"),
     ],
 )
 def test_requests_that_cannot_be_are_refused(request_, changes, says) -> None:
@@ -367,7 +367,7 @@ def test_thresholds_that_fall_are_refused(small, small_calibration, tmp_path, mo
     request = PackRequest(str(small.path), tmp_path / "m.gguf", FORMAT)
     with pytest.raises(PackingError, match="steps of levels fall"):
         plan_of(small, request, Found(replace(table, rules=rules)))
-    monkeypatch.setattr(plan, "_check_rules", lambda *_: None)
+    monkeypatch.setattr(plan, "check_rules", lambda *_: None)
     with pytest.raises(PackingError, match="falls from level to level"):
         plan_of(small, request, Found(replace(table, rules=rules))).write(tmp_path / "m.gguf")
 
@@ -392,4 +392,4 @@ def test_options_of_planes_take_their_format(source, tmp_path) -> None:
     assert read_packed(tmp_path / "m.gguf").block == "Q6_P"
     done = CliRunner().invoke(main, [*command, "--loss", "3%", "--format", "zigzag-q4_k", "--overwrite"])
     assert done.exit_code == 2
-    assert "--loss 3%: it is for --format zigzag-q6_p, not zigzag-q4_k" in done.output
+    assert "--loss 3%: it is for --format zigzag-q6_p or planes-q6_p, not zigzag-q4_k" in done.output
